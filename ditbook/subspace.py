@@ -179,8 +179,9 @@ class GaussianMixture:
         t = as_time(t, h)[..., None, None]
         variances, axes = self._axes
         variance = PROCESS.beta(t) ** 2 * variances + PROCESS.sigma(t)
-        residual = torch.einsum("kde,...kd->...ke", axes, h[..., None, :] - PROCESS.beta(t) * self.means)
-        log_normal = -0.5 * (residual.square() / variance + torch.log(2 * math.pi * variance)).sum(-1)
+        centres = torch.einsum("kde,kd->ke", axes, self.means)
+        residual = torch.einsum("kde,...d->...ke", axes, h) - PROCESS.beta(t) * centres
+        log_normal = -0.5 * ((residual.square() / variance).sum(-1) + torch.log(2 * math.pi * variance).sum(-1))
         return self.weights.log() + log_normal, residual, variance
 
 
