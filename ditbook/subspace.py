@@ -66,7 +66,7 @@ class GaussianMixture:
         close = tolerance(self.weights.dtype)
         if (self.weights < 0).any() or abs(self.weights.sum() - 1) > close:
             raise ValueError(
-                f"weights must be nonnegative with sum one, got {self.weights} of sum {self.weights.sum()}"
+                f"weights must be nonnegative with sum 1, got {self.weights} of sum {self.weights.sum()}"
             )
         scale = self.covariances.abs().amax((-2, -1), keepdim=True)
         if ((self.covariances - self.covariances.mT).abs() > close * scale).any():
