@@ -95,9 +95,7 @@ def render(source: Path, root: Path = ROOT) -> Path:
     shutil.rmtree(output, ignore_errors=True)
     tool = Path(sys.executable).with_name("jupyter-book")
     command = [str(tool), "build", str(source), "--path-output", str(output), "-n", "-W", "--keep-going", "-q"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)}
-    )
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)})
     (build / "sphinx.log").write_text(result.stdout + result.stderr)
     if result.returncode:
         text = re.sub(r"\x1b\[[\d;]*m", "", result.stderr)
