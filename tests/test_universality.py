@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import symtable
 import tracemalloc
 from fractions import Fraction
 
+import chapters
 import numpy as np
 import pytest
 import torch
@@ -374,3 +376,74 @@ def test_quantising_layers_read_like_definitions_E_5_and_E_6():
     clip, *stairs = quantise_layers(Grid(1, 2, 4))
     assert [clip.zeta(np.array(t, dtype=object)) for t in (-2, Fraction(1, 2), 1)] == [2 - J, 0, -1 - J]
     assert [layer.zeta(np.array(Fraction(3, 8), dtype=object)) for layer in stairs] == [0, Fraction(-1, 8), 0, 0]
+
+
+# --- planted faults: the chapter's own checks refuse them ------------------------------------------------------------
+
+
+def names_by_scope(source):
+    """Names that a cell binds for other cells, and names that it takes from them: variables of its functions and
+    comprehensions are neither."""
+    defined, used = set(), set()
+
+    def visit(table):
+        for symbol in table.get_symbols():
+            if table.get_type() == "module" and (symbol.is_assigned() or symbol.is_imported()):
+                defined.add(symbol.get_name())
+            elif symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+                used.add(symbol.get_name())
+        for child in table.get_children():
+            visit(child)
+
+    visit(symtable.symtable(source, "cell", "exec"))
+    return defined, used - defined
+
+
+@pytest.fixture
+def rejects_exactly(rejects, monkeypatch):
+    monkeypatch.setattr(chapters, "_names", names_by_scope)
+    return rejects
+
+
+def printed_bounds(grid, bounds=universality.id_bounds):
+    return grid.L * grid.n ** (2 * (grid.L + 1) * grid.d) * (grid.n**grid.d - 1), bounds(grid)[1]
+
+
+FAULTS = {
+    "column_weights": lambda grid: [1] * grid.d,
+    "positional_encoding": lambda grid: [0] * grid.L,
+    "sweep_levels": lambda grid, levels=universality.sweep_levels: levels(grid)[::-1],
+    "selective_gain": lambda grid: 1,
+    "global_gain": lambda grid: 0,
+    "half_window": lambda grid: Fraction(1, grid.n),
+    "id_bounds": printed_bounds,
+    "largest_entry": lambda grid: 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("claim", "name"),
+    [
+        ("lemma-E.4", "column_weights"),
+        ("definition-E.4", "positional_encoding"),
+        ("lemma-E.3", "positional_encoding"),
+        ("lemma-E.4", "sweep_levels"),
+        ("lemma-E.4", "selective_gain"),
+        ("lemma-E.4", "global_gain"),
+        ("lemma-E.3", "half_window"),
+        ("definition-E.10", "half_window"),
+        ("lemma-E.4", "id_bounds"),
+        ("lemma-E.3", "id_bounds"),
+        ("definition-E.8", "largest_entry"),
+    ],
+)
+def test_the_chapter_rejects(rejects_exactly, claim, name):
+    rejects_exactly("e-universality", claim, {f"ditbook.universality.{name}": FAULTS[name]})
+
+
+def test_the_chapter_rejects_four_relus_without_the_mirror(rejects_exactly):
+    def unmirrored(zeta, width, relu=ThreePieces.relu):
+        _, knots, gains, constant = relu(zeta, width)
+        return [1] * 4, knots, gains, constant
+
+    rejects_exactly("e-universality", "lemma-E.7", {"ditbook.universality.ThreePieces.relu": unmirrored})
