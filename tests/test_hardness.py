@@ -18,6 +18,7 @@ from ditbook.attention import softmax_attention
 from ditbook.hardness import (
     Formula,
     attention_instance,
+    falsified,
     lobatto_nodes,
     orthogonal_vectors,
     parity,
@@ -424,3 +425,54 @@ def test_random_clauses_name_different_variables_with_both_signs(generator):
 def test_small_ladders_are_refused():
     with pytest.raises(ValueError, match="rungs must be at least 2"):
         parity(1, odd=True)
+
+
+# Planted faults: the chapter's own checks refuse them
+
+
+def without_extra_key(a, b, beta, scale=1.0):
+    q, k, v = attention_instance(a, b, beta, scale)
+    return q, k[:-1], v[:-1]
+
+
+def without_larger_entries(a, b, beta, scale=1.0):
+    return attention_instance(a, b, beta)
+
+
+def equally_spaced(degree, bound):
+    return torch.linspace(1, math.exp(-(bound**2)), degree + 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("claim", ["book-1", "proposition-4.1"])
+def test_half_the_sharpness_is_rejected(rejects, claim):
+    rejects(CHAPTER, claim, {"ditbook.hardness.sharpness": lambda L: 0.5 * math.log(L)})
+
+
+@pytest.mark.parametrize("claim", ["book-1", "proposition-4.1", "book-3"])
+def test_a_missing_extra_key_is_rejected(rejects, claim):
+    rejects(CHAPTER, claim, {"ditbook.hardness.attention_instance": without_extra_key})
+
+
+def test_inverted_clause_coordinates_are_rejected(rejects):
+    rejects(CHAPTER, "proposition-4.1", {"ditbook.hardness.falsified": lambda *args: 1 - falsified(*args)})
+
+
+def test_a_cut_that_wastes_the_tolerance_is_rejected(rejects):
+    rejects(CHAPTER, "book-2", {"ditbook.hardness.partners": lambda o, L: (1 / o - 1).round().clamp(0, L).long()})
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"ditbook.hardness.row_weight": lambda a, b: row_weight(a, b) // 2},
+        {"ditbook.hardness.weights_at_zero": lambda nodes: [abs(w) for w in weights_at_zero(nodes)]},
+        {"ditbook.hardness.lobatto_nodes": equally_spaced},
+    ],
+    ids=["half the degree", "signs dropped", "equally spaced nodes"],
+)
+def test_a_wrong_extrapolation_is_rejected(rejects, fault):
+    rejects(CHAPTER, "book-3", fault)
+
+
+def test_forgetting_to_enlarge_the_entries_under_one_over_d_is_rejected(rejects):
+    rejects(CHAPTER, "book-4", {"ditbook.hardness.attention_instance": without_larger_entries})
