@@ -2,7 +2,8 @@
 
 Run with ``python benchmarks/hardness.py [largest n]``. One run, the same formulas, two threads. Prints seconds,
 their ratios, the exponent of the time in L, and the peak memory of the whole process, which an L x L array
-would show: at n = 30 it has 8 GiB.
+would show: at n = 30 it has 8 GiB. On a machine that others use, processor seconds over all threads say more than
+the clock; the exponent is fitted to them, the bar is held against the clock.
 """
 
 import math
@@ -21,9 +22,10 @@ SECONDS, GIB = 60, 3  # the bar for n = 30
 
 
 def timed(function, *arguments):
-    start = time.perf_counter()
+    """Result, seconds on the clock, and seconds of processor time over all threads."""
+    start, work = time.perf_counter(), time.process_time()
     result = function(*arguments)
-    return result, time.perf_counter() - start
+    return result, time.perf_counter() - start, time.process_time() - work
 
 
 def count_pairs(formula) -> int:
@@ -44,35 +46,36 @@ def peak_memory() -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
+def exponent(times: dict[int, float]) -> float:
+    """Slope of log time against log L."""
+    x, y = (torch.tensor([math.log(z) for z in side]) for side in (times.keys(), times.values()))
+    return float((x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) @ (x - x.mean())))
+
+
 def main(largest: int = 30) -> None:
     torch.set_num_threads(2)
     generator = torch.Generator().manual_seed(0)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {RATIO} clauses a variable")
-    print(
-        "    n       L  clauses  models  attention/s  search/s  solver/s  attention:search  attention:solver  peak/GiB"
-    )
-    times = {}
-    for n in range(min(22, largest), largest + 1, 2):
+    print(" n       L clauses models  attention/s (cpu/s)  search/s  solver/s  att:search  att:solver  peak/GiB")
+    works = {}
+    for n in range(min(24, largest), largest + 1, 2):
         formula = random_formula(n, round(RATIO * n), generator)
-        decision, attention = timed(satisfiable, formula)
+        decision, attention, work = timed(satisfiable, formula)
         peak = peak_memory()
-        pairs, search = timed(count_pairs, formula)
-        answer, solver = timed(solve, formula)
+        pairs, search, _ = timed(count_pairs, formula)
+        answer, solver, _ = timed(solve, formula)
         if (decision.satisfiable, decision.model_count) != (answer, pairs):
             raise SystemExit(f"n = {n}: attention says {decision}, the search counts {pairs}, the solver says {answer}")
-        times[2 ** (n // 2)] = attention
+        works[2 ** (n // 2)] = work
         print(
-            f"{n:5d} {2 ** (n // 2):7d} {len(formula.clauses):8d} {pairs:7d} {attention:12.2f} {search:9.2f} "
-            f"{solver:9.4f} {attention / search:11.1f} {attention / solver:11.0f} {peak:9.2f}"
+            f"{n:2d} {2 ** (n // 2):7d} {len(formula.clauses):7d} {pairs:6d} {attention:12.2f} {work:7.1f} "
+            f"{search:9.2f} {solver:9.4f} {attention / search:11.1f} {attention / solver:11.0f} {peak:9.2f}"
         )
-    if len(times) > 2:
-        x, y = (torch.tensor([math.log(z) for z in side]) for side in (times.keys(), times.values()))
-        slope = float((x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) @ (x - x.mean())))
-        print(
-            f"exponent of the time in L: {slope:.2f} (attention is quadratic; a formula of n variables has L = 2^(n/2))"
-        )
-    verdict = "met" if attention <= SECONDS and peak <= GIB else "MISSED"
-    print(f"n = {n} in {attention:.1f} s and {peak:.2f} GiB; bar for n = 30: {SECONDS} s and {GIB} GiB: {verdict}")
+    if len(works) > 2:
+        print(f"exponent of attention's processor time in L: {exponent(works):.2f} (2 expected)")
+    if n == 30:
+        verdict = "met" if attention <= SECONDS and peak <= GIB else "MISSED"
+        print(f"n = 30 in {attention:.1f} s and {peak:.2f} GiB; bar {SECONDS} s and {GIB} GiB: {verdict}")
 
 
 if __name__ == "__main__":

@@ -186,11 +186,12 @@ def sharpness(L: int) -> float:
 @typed
 def attention_instance(
     a: Float[Tensor, "L m"], b: Float[Tensor, "M m"], beta: float | int, scale: float | int = 1.0
-) -> tuple[Float[Tensor, "L m_"], Float[Tensor, "N m_"], Float[Tensor, "N 1"]]:
+) -> tuple[Float[Tensor, "L m_"], Float[Tensor, "N m_"], Float[Tensor, "N m_"]]:
     """Queries, keys and values whose logits, after ``scale``, are -beta <a_i, b_j>, and 0 on one extra key.
 
-    Only the extra key, the last one, has a value, 1. So the output at i is 1 / (1 + sum_j exp(-beta <a_i, b_j>)).
-    Entries are at most sqrt(beta / scale). Without clauses a coordinate of zeros stands in.
+    Only the extra key, the last one, has a value, 1 in column 0. So the output at i, in column 0, is
+    1 / (1 + sum_j exp(-beta <a_i, b_j>)). Values are as wide as keys because torch's fused kernel, which holds no
+    L x L array, asks for it. Entries are at most sqrt(beta / scale). Without clauses a coordinate of zeros stands in.
 
     Source: book-1
     """
@@ -198,7 +199,8 @@ def attention_instance(
         a, b = (torch.nn.functional.pad(x, (0, 1)) for x in (a, b))
     entry = math.sqrt(beta / scale)
     keys = torch.cat([-entry * b, b.new_zeros(1, b.shape[1])])
-    values = torch.cat([b.new_zeros(len(b), 1), b.new_ones(1, 1)])
+    values = torch.zeros_like(keys)
+    values[-1, 0] = 1
     return entry * a, keys, values
 
 
@@ -224,9 +226,9 @@ def satisfiable(formula: Formula, attention: Attention = softmax_attention) -> D
 
     Source: Proposition 4.1, book-1
 
-    :param attention: called as ``attention(q, k, v, scale=1.0)`` with q (L, m), k (M + 1, m), v (M + 1, 1).
+    :param attention: called as ``attention(q, k, v, scale=1.0)`` with q (L, m), k (M + 1, m), v (M + 1, m).
     :raises ValueError: an instance too large (see ``orthogonal_vectors``), or an output of the attention
-        that is not finite or not of shape (L, 1).
+        that is not finite or not of shape (L, m).
     """
     a, b = (x.double() for x in orthogonal_vectors(formula))
     L = max(len(a), len(b), 2)
@@ -240,8 +242,9 @@ def satisfiable(formula: Formula, attention: Attention = softmax_attention) -> D
 
 def _output(attention: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     o = attention(q, k, v, scale=scale)
-    if o.shape != (len(q), 1):
-        raise ValueError(f"attention must return shape {(len(q), 1)}, got {tuple(o.shape)}")
+    shape = (len(q), v.shape[1])
+    if o.shape != shape:
+        raise ValueError(f"attention must return shape {shape}, got {tuple(o.shape)}")
     if not o.isfinite().all():
         raise ValueError(f"attention must return finite numbers, got {int((~o.isfinite()).sum())} that are not")
     return o[:, 0]

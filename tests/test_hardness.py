@@ -308,7 +308,7 @@ def test_attention_is_called_once_with_scale_one_and_entries_of_size_root_two_lo
     formula = random_formula(11, 40, generator)
     satisfiable(formula, spy)
     ((q, k, v, scale),) = calls
-    assert (q.shape, k.shape, v.shape, scale) == ((64, 40), (33, 40), (33, 1), 1.0)
+    assert (q.shape, k.shape, v.shape, scale) == ((64, 40), (33, 40), (33, 40), 1.0)
     assert max(q.abs().max(), k.abs().max()) <= math.sqrt(2 * math.log(64)) + 1e-12
 
 
@@ -343,7 +343,7 @@ def test_an_attention_within_the_tolerance_of_book_1_still_decides(sign, generat
 
 
 def test_an_attention_too_coarse_to_trust_gives_no_assignment():
-    decision = satisfiable(pigeonhole(3, 2), lambda q, k, v, scale: torch.full((len(q), 1), 0.1, dtype=q.dtype))
+    decision = satisfiable(pigeonhole(3, 2), lambda q, k, v, scale: torch.full_like(q, 0.1))
     assert decision.satisfiable
     assert decision.assignment is None
 
@@ -351,8 +351,8 @@ def test_an_attention_too_coarse_to_trust_gives_no_assignment():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda q, k, v, scale: torch.full((len(q), 1), torch.nan), "finite numbers, got 8 that are not"),
-        (lambda q, k, v, scale: torch.zeros(len(q), 2), r"shape \(8, 1\), got \(8, 2\)"),
+        (lambda q, k, v, scale: torch.full_like(q, torch.nan), "finite numbers, got 72 that are not"),
+        (lambda q, k, v, scale: torch.zeros(len(q), 2), r"shape \(8, 9\), got \(8, 2\)"),
     ],
 )
 def test_an_attention_that_returns_nonsense_is_named(wrong, message):
