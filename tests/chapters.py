@@ -58,4 +58,5 @@ def _names(source: str) -> tuple[set[str], set[str]]:
         scope = scopes.pop()
         scopes += scope.get_children()
         read |= {s.get_name() for s in scope.get_symbols() if s.is_referenced() and (scope is top or s.is_global())}
-    return bound, read
+    # A name that the cell binds itself is taken as its own; cells never update an earlier cell's object in place.
+    return bound, read - bound
