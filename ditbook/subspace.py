@@ -66,7 +66,7 @@ class GaussianMixture:
         close = tolerance(self.weights.dtype)
         if (self.weights < 0).any() or abs(self.weights.sum() - 1) > close:
             raise ValueError(
-                f"weights must be nonnegative with sum one, got {self.weights} of sum {self.weights.sum()}"
+                f"weights must be nonnegative with sum 1, got {self.weights} of sum {self.weights.sum()}"
             )
         scale = self.covariances.abs().amax((-2, -1), keepdim=True)
         if ((self.covariances - self.covariances.mT).abs() > close * scale).any():
@@ -179,8 +179,9 @@ class GaussianMixture:
         t = as_time(t, h)[..., None, None]
         variances, axes = self._axes
         variance = PROCESS.beta(t) ** 2 * variances + PROCESS.sigma(t)
-        residual = torch.einsum("kde,...kd->...ke", axes, h[..., None, :] - PROCESS.beta(t) * self.means)
-        log_normal = -0.5 * (residual.square() / variance + torch.log(2 * math.pi * variance)).sum(-1)
+        centres = torch.einsum("kde,kd->ke", axes, self.means)
+        residual = torch.einsum("kde,...d->...ke", axes, h) - PROCESS.beta(t) * centres
+        log_normal = -0.5 * ((residual.square() / variance).sum(-1) + torch.log(2 * math.pi * variance).sum(-1))
         return self.weights.log() + log_normal, residual, variance
 
 
