@@ -125,7 +125,8 @@ def _show(claim: Claim, number: float) -> None:
         print(f"{sign} {claim.id}  {line}")
         return
     card = (
-        f'<div class="claim claim-{word}"><span class="claim-sign" aria-hidden="true">{sign}</span> '
+        f'<div class="claim claim-{word}" data-claim="{html.escape(claim.id)}">'
+        f'<span class="claim-sign" aria-hidden="true">{sign}</span> '
         f'<span class="claim-id">{html.escape(claim.id)}</span> <span class="claim-word">{word}</span> '
         f'<span class="claim-what">{html.escape(claim.what)}</span> '
         f'<span class="claim-value">{html.escape(format_number(number))}</span> '

@@ -65,9 +65,7 @@ class GaussianMixture:
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
         close = tolerance(self.weights.dtype)
         if (self.weights < 0).any() or abs(self.weights.sum() - 1) > close:
-            raise ValueError(
-                f"weights must be nonnegative with sum 1, got {self.weights} of sum {self.weights.sum()}"
-            )
+            raise ValueError(f"weights must be nonnegative with sum 1, got {self.weights} of sum {self.weights.sum()}")
         scale = self.covariances.abs().amax((-2, -1), keepdim=True)
         if ((self.covariances - self.covariances.mT).abs() > close * scale).any():
             raise ValueError("covariances must be symmetric, got a component that is not")
@@ -153,7 +151,7 @@ class GaussianMixture:
         return A0, A1, 0.25 / variances.max().item()
 
     def lipschitz_bound(self) -> float:
-        """A bound on the Lipschitz constant of s_+(., t) for every t >= 0; the components must share one covariance.
+        """A bound on the Lipschitz constant of s+(., t) for every t >= 0; the components must share one covariance.
 
         The Hessian of log p^h_t lies between -P and beta^2 P Cov P, where P is the precision at t and Cov a
         covariance of means, whose variance along any direction is at most a quarter of the squared range.
@@ -220,7 +218,7 @@ class SubspaceLaw:
 
     @typed
     def score(self, x: Float[Tensor, "*batch D"], t: Time) -> Float[Tensor, "*batch D"]:
-        """The gradient of log p_t at x: s_+ + s_-.
+        """The gradient of log p_t at x: s+ + s-.
 
         Source: lemma 2.1
         """
@@ -228,13 +226,13 @@ class SubspaceLaw:
 
     @typed
     def on_support_score(self, x: Float[Tensor, "*batch D"], t: Time) -> Float[Tensor, "*batch D"]:
-        """s_+ = B grad log p^h_t(B'x), a vector of span(B)."""
+        """s+ = B grad log p^h_t(B'x), a vector of span(B)."""
         h, _, _ = self._split(x, t)
         return self.latent.score(h, t) @ self.basis.mT
 
     @typed
     def orthogonal_score(self, x: Float[Tensor, "*batch D"], t: Time) -> Float[Tensor, "*batch D"]:
-        """s_- = -(I - BB') x / sigma(t): it pulls back to the subspace and knows nothing of the latent law."""
+        """s- = -(I - BB') x / sigma(t): it pulls back to the subspace and knows nothing of the latent law."""
         _, across, sigma = self._split(x, t)
         return -across / sigma[..., None]
 
