@@ -52,7 +52,7 @@ def sweep(
     :raises ValueError: an empty axis or no seeds.
     """
     import joblib
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     rows = _rows(grid, seeds)
     folder = memo_folder() if folder is None else Path(folder)
