@@ -108,7 +108,7 @@ def almost_linear_attention(
     k: Float[Tensor, "*batch Lk d"],
     v: Float[Tensor, "*batch Lk dv"],
     scale: float | int | None = None,
-    tolerance: float = 1e-3,
+    tolerance: float | int = 1e-3,
     return_certificate: bool = False,
     generator: Generator | None = None,
     *,
@@ -230,7 +230,7 @@ class _Head:
     def gain(self, features: int, tests: int = TESTS + 2 * EXTREMES) -> float:
         """Kernel evaluations of exact attention over those of a method with so many features."""
         Lq, Lk = len(self.q), len(self.k)
-        core = 16 * features**2 + features**3 / 16
+        core = 16 * features**2 + features**3 / 32
         return Lq * Lk / (tests * Lk + features * (Lq + Lk) + core + OVERHEAD)
 
     def largest_rank(self, gain: float, limit: int) -> int:
@@ -398,7 +398,7 @@ def balance(queries: Tensor, keys: Tensor) -> Tensor:
     identity = torch.eye(queries.shape[-1], dtype=queries.dtype, device=queries.device)
     if min(sizes) == 0:
         return identity
-    S, R = (m + 1e-3 * size * identity for m, size in zip(moments, sizes, strict=True))
+    S, R = (m + 1e-8 * size * identity for m, size in zip(moments, sizes, strict=True))
     root = _square_root(S)
     inverse = torch.linalg.inv(root)
     return _square_root(inverse @ _square_root(root @ R @ root) @ inverse)
@@ -658,12 +658,12 @@ class Polynomial:
 
 
 def choose_polynomial(head: _Head) -> Polynomial | None:
-    """The first even degree that meets the tolerance, if it costs less than the tests of the low-rank method alone."""
+    """The first even degree that meets the tolerance, if it costs at most half of the tests of the other method."""
     bound, d, (Lq, Lk) = head.centred.logit_bound, head.q.shape[-1], (len(head.q), len(head.k))
     # Terms as large as exp(bound) may cancel down to exp(-bound).
     rounding = 8 * torch.finfo(head.q.dtype).eps * math.exp(min(2 * bound, 700))
     degree = 0
-    while math.comb(d + degree, d) * (Lq + Lk) <= TESTS * Lk:
+    while math.comb(d + degree, d) * (Lq + Lk) <= TESTS * Lk / 2:
         polynomial = exp_polynomial(bound, degree)
         polynomial = replace(polynomial, relative_error=polynomial.relative_error + rounding)
         if polynomial.error_bound <= head.tolerance / 2:
