@@ -1,4 +1,4 @@
-"""The built site, page by page: its HTML text, and the page in Chromium. Each check is shown to find a planted fault."""
+"""The built site, page by page: its HTML text, and the page in Chromium. Each check finds a planted fault."""
 
 import os
 from pathlib import Path
