@@ -108,7 +108,7 @@ def almost_linear_attention(
     k: Float[Tensor, "*batch Lk d"],
     v: Float[Tensor, "*batch Lk dv"],
     scale: float | int | None = None,
-    tolerance: float | int = 1e-3,
+    tolerance: float = 1e-3,
     return_certificate: bool = False,
     generator: Generator | None = None,
     *,
