@@ -142,7 +142,7 @@ def test_huge_and_infinite_entries_are_outside():
 rational = st.fractions(min_value=-Fraction(1, 4), max_value=Fraction(5, 4), max_denominator=64)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data())
 @pytest.mark.parametrize(("d", "L", "n"), [(1, 2, 2), (1, 2, 3), (1, 3, 2), (2, 2, 2)])
 def test_fast_evaluation_equals_the_layers_in_exact_arithmetic(d, L, n, data):
@@ -208,7 +208,7 @@ def test_no_entry_behind_the_attention_layers_exceeds_M(d, L, n):
 finite = st.fractions(min_value=-3, max_value=3, max_denominator=8)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.tuples(finite, finite), st.tuples(finite, finite), st.sampled_from([0, 1, 2]), st.data())
 def test_four_relus_equal_a_three_piece_function_off_its_slopes(slopes, intercepts, flat, data):
     slopes = (*slopes[:flat], Fraction(0), *slopes[flat:])
@@ -447,3 +447,22 @@ def test_the_chapter_rejects_four_relus_without_the_mirror(rejects_exactly):
         return [1] * 4, knots, gains, constant
 
     rejects_exactly("e-universality", "lemma-E.7", {"ditbook.universality.ThreePieces.relu": unmirrored})
+
+
+def printed_depth(grid):
+    return {"quantise": 0, "shift": 0, "value": grid.n ** (2 * grid.L)}
+
+
+@pytest.mark.parametrize(
+    ("claim", "target", "wrong"),
+    [
+        ("theorem-3.1", "transformer.assemble", lambda x, decoded, sigma: (decoded - x) / sigma.sqrt()),
+        ("remark-3.2", "transformer.assemble", lambda x, decoded, sigma: decoded / sigma - x),
+        ("erratum-9", "universality.Grid.layer_counts", property(printed_depth)),
+        ("equation-F.8", "universality.global_gain", lambda grid: grid.n ** (grid.L * grid.d)),
+        ("equation-F.11", "universality.positional_encoding", lambda grid: [10 * j for j in range(grid.L)]),
+        ("lemma-F.2", "subspace.GaussianMixture.q", lambda latent, h, t: h.square()),
+    ],
+)
+def test_the_chapter_on_score_approximation_rejects(rejects_exactly, claim, target, wrong):
+    rejects_exactly("3-2-score-approximation", claim, {f"ditbook.{target}": wrong})
