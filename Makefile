@@ -24,7 +24,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 
 test: lint book
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 full: $(READY)
 	$(BIN)/python book/build.py --scale full

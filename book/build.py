@@ -6,6 +6,7 @@ python book/build.py --only 2-2-score-decomposition -p seed=1    # run one chapt
 """
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
@@ -76,13 +77,27 @@ def build_book(scale: str, parameters: dict, workers: int, root: Path = ROOT) ->
     executed = run_chapters(names, scale, parameters, workers, root)
     records = ledger.collect(executed.values())
     book = ledger.build(entries, records, names)
-    source = stage(book, executed, root)
-    (source / "book" / "_static" / "claims.csv").write_text(ledger.as_csv(book, commit(root)))
-    site = render(source, root)
-    finish(site, toc_files(root))
-    index = publish(site, root)
+    key, stamp = site_key(executed, root), root / "_build" / "site.key"
+    index = root / "_build" / "html" / "index.html"
+    if not (index.exists() and stamp.exists() and stamp.read_text() == key):
+        source = stage(book, executed, root)
+        (source / "book" / "_static" / "claims.csv").write_text(ledger.as_csv(book, commit(root)))
+        site = render(source, root)
+        finish(site, toc_files(root))
+        publish(site, index.parent)
+        stamp.write_text(key)
     print(f"\n{ledger.summary(book)}\n{index}")
     return index
+
+
+def site_key(executed: dict[str, Path], root: Path = ROOT) -> str:
+    """Fingerprint of everything the site is made of; the same key means the last site is still right."""
+    sources = [path for folder in ("book", "ditbook") for path in (root / folder).rglob("*")]
+    sources += [root / "_config.yml", root / "_toc.yml", root / "requirements.lock", *executed.values()]
+    digest = hashlib.sha256(commit(root).encode())
+    for path in sorted(path for path in sources if path.is_file() and "__pycache__" not in path.parts):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def render(source: Path, root: Path = ROOT) -> Path:
@@ -106,13 +121,10 @@ def render(source: Path, root: Path = ROOT) -> Path:
     return output / "_build" / "html"
 
 
-def publish(site: Path, root: Path = ROOT) -> Path:
+def publish(site: Path, target: Path) -> None:
     """Replace the last good site by the new one."""
-    target = root / "_build" / "html"
     shutil.rmtree(target, ignore_errors=True)
     site.replace(target)
-    shutil.rmtree(root / "_build" / "site", ignore_errors=True)
-    return target / "index.html"
 
 
 def commit(root: Path = ROOT) -> str:

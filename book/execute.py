@@ -170,7 +170,7 @@ def run(job: Job) -> Outcome:
             parameters=job.parameters,
             kernel_name="python3",
             cwd=job.source.parent,
-            extra_arguments=["--IPKernelApp.log_level=ERROR"],
+            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
             progress_bar={"file": _Lines(job.name), "bar_format": "cell {n_fmt} of {total_fmt}", "mininterval": 10},
         )
     except PapermillExecutionError as failure:

@@ -7,7 +7,7 @@ import csv
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -52,12 +52,16 @@ class Record:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Registry entries in paper order, records by id, and the derived status by id."""
+    """Registry entries in paper order, records by id, derived status by id, and the chapters in the book.
+
+    ``weakened`` names, for a statement that rests on failed ones, the failed ones.
+    """
 
     entries: list[dict]
     records: dict[str, list[Record]]
     status: dict[str, str]
-    weakened: dict[str, list[str]] = field(default_factory=dict)
+    weakened: dict[str, list[str]]
+    chapters: frozenset[str]
 
     def entry(self, id: str) -> dict:
         """The registry entry of a statement."""
@@ -132,7 +136,7 @@ def build(entries: list[dict], records: list[Record], chapters: Iterable[str]) -
 
     :raises LedgerError: a record with an unregistered id, or a statement of a present chapter without evidence there.
     """
-    chapters = set(chapters)
+    chapters = frozenset(chapters)
     known = {entry["id"] for entry in entries}
     problems = [
         f"{record.chapter}, cell {record.cell}: check of {record.claim.id!r}, which is not registered"
@@ -149,7 +153,7 @@ def build(entries: list[dict], records: list[Record], chapters: Iterable[str]) -
     if problems:
         raise LedgerError(_listed("registry and notebooks are out of step", problems))
     status = {entry["id"]: derive(entry, grouped[entry["id"]], chapters) for entry in entries}
-    return Ledger(entries, dict(grouped), status, _weakened(entries, status))
+    return Ledger(entries, dict(grouped), status, _weakened(entries, status), chapters)
 
 
 def derive(entry: dict, records: list[Record], chapters: Iterable[str]) -> str:

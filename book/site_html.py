@@ -23,7 +23,10 @@ def finish(site: Path, pages: list[str]) -> None:
 
 
 def mend(text: str) -> str:
-    """One page: permanent anchors on claim cards, no id twice, tables that scroll by keyboard, no theme slips."""
+    """One page: permanent anchors on claim cards, no id twice, listings that scroll by keyboard, no false roles."""
+    text = re.sub(r"<pre(?=>| id=)", '<pre tabindex="0"', text)
+    # The children of a citation list carry roles of their own, so the list must not claim to be one.
+    text = re.sub(r'(<div[^>]*citation-list[^>]*) role="list"|(<div) role="list"([^>]*citation-list)', r"\1\2\3", text)
     return unique_ids(anchor_claims(text))
 
 

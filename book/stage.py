@@ -25,7 +25,7 @@ def stage(ledger: Ledger, executed: dict[str, Path], root: Path = ROOT) -> Path:
     config["execute"] = {"execute_notebooks": "off"}
     (target / "_config.yml").write_text(yaml.safe_dump(config))
     shutil.copy(root / "_toc.yml", target)
-    shutil.copytree(root / "book", target / "book", ignore=shutil.ignore_patterns("*.py", "__pycache__", "templates"))
+    shutil.copytree(root / "book", target / "book", ignore=shutil.ignore_patterns("__pycache__", "templates"))
     names = chapters(root)
     for name in names:
         notebook = nbformat.read(executed[name], as_version=4)

@@ -27,7 +27,7 @@ _NODES = _NODES + 0.5
 class ForwardProcess:
     """dx = -w(t) x dt / 2 + sqrt(w(t)) dW: given x_0, the law of x_t is N(beta(t) x_0, sigma(t) I).
 
-    Source: equation D.1
+    Source: Equation D.1
 
     :param weight: w, a smooth positive nondecreasing function that maps a tensor of times to a tensor of the same
         shape; None is w = 1, the choice of Section 2.2, with beta(t) = exp(-t/2) and sigma(t) = 1 - exp(-t).
@@ -84,7 +84,7 @@ class ForwardProcess:
     ) -> Float[Tensor, "*batch D"]:
         """(beta(t) x_0 - x_t) / sigma(t), the gradient in x_t of the log density of x_t given x_0.
 
-        Source: equation 2.1
+        Source: Equation 2.1
 
         :raises ValueError: t <= 0, where sigma vanishes; mixed dtypes; t does not broadcast to the batch shape.
         """
@@ -101,7 +101,7 @@ def denoising_loss(
 
     Equation 2.2 prints x_0 as the regression target; see erratum 16.
 
-    Source: equation 2.1, equation 2.2
+    Source: Equation 2.1, Equation 2.2
 
     :param score: called as ``score(xt, t)``, returns the shape of ``xt``.
     :raises ValueError: t <= 0, mixed dtypes, t that does not broadcast, or a score of another shape.
@@ -113,7 +113,7 @@ def denoising_loss(
 def backward_drift(y: Tensor, s: Tensor) -> Tensor:
     """y / 2 + s, the drift of the backward process per unit of the clock.
 
-    Source: equation D.2
+    Source: Equation D.2
     """
     return y / 2 + s
 
@@ -136,7 +136,7 @@ def sample_backward(
     a = clock(T - k step) - clock(T - (k + 1) step), y moves by a (y / 2 + s) plus Gaussian noise of variance a.
     The score is asked for at the times T, T - step, ..., T0 + step (floats), never at T0 itself.
 
-    Source: equation D.3, equation D.4
+    Source: Equation D.3, Equation D.4
 
     :param score: called as ``score(y, t)``, returns the shape of ``y``.
     :param shape: shape of the sample, last axis D; dtype is torch's default, the device is the generator's.

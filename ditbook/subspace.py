@@ -22,7 +22,7 @@ PROCESS = ForwardProcess()
 def random_subspace(D: int, d0: int, *, generator: torch.Generator) -> Float[Tensor, "D d0"]:
     """Orthonormal basis of a uniformly distributed d0-dimensional subspace of R^D, in torch's default dtype.
 
-    Source: assumption 2.1
+    Source: Assumption 2.1
 
     :raises ValueError: not 1 <= d0 <= D.
     """
@@ -42,7 +42,7 @@ class GaussianMixture:
     p^h_t is the mixture of N(beta means_k, beta^2 covariances_k + sigma I), so everything below is in closed form.
     Times are t >= 0; at t = 0 the functions are those of p_h itself.
 
-    Source: lemma 2.1
+    Source: Lemma 2.1
 
     :param weights: nonnegative, sum one, shape (k,).
     :param means: shape (k, d0).
@@ -112,15 +112,14 @@ class GaussianMixture:
 
         Its largest norm over h is the Lipschitz constant of s_+ at t.
 
-        Source: assumption 2.3
+        Source: Assumption 2.3
         """
         log_joint, residual, variance = self._along_axes(h, t)
         share, axes = log_joint.softmax(-1), self._axes[1]
         scores = -torch.einsum("kde,...ke->...kd", axes, residual / variance)
-        precision = torch.einsum("...k,kde,...ke,kfe->...df", share, axes, 1 / variance, axes)
-        second = torch.einsum("...k,...kd,...kf->...df", share, scores, scores)
-        mean = torch.einsum("...k,...kd->...d", share, scores)
-        return second - mean[..., :, None] * mean[..., None, :] - precision
+        precision = torch.einsum("kde,kfe,...ke->...df", axes, axes, share[..., None] / variance)
+        deviations = scores - torch.einsum("...k,...kd->...d", share, scores)[..., None, :]
+        return torch.einsum("...k,...kd,...kf->...df", share, deviations, deviations) - precision
 
     @typed
     def posterior_mean(self, h: Float[Tensor, "*batch d0"], t: Time) -> Float[Tensor, "*batch d0"]:
@@ -134,7 +133,7 @@ class GaussianMixture:
     def q(self, h: Float[Tensor, "*batch d0"], t: Time) -> Float[Tensor, "*batch d0"]:
         """sigma(t) grad log p^h_t(h) + h, which equals beta(t) times `posterior_mean`.
 
-        Source: equation 2.4
+        Source: Equation 2.4
         """
         return PROCESS.sigma(as_time(t, h))[..., None] * self.score(h, t) + h
 
@@ -143,7 +142,7 @@ class GaussianMixture:
 
         From norm(h - mean) >= norm(h) / 2 outside twice the largest mean (1 is returned when all means are zero).
 
-        Source: assumption 2.2
+        Source: Assumption 2.2
         """
         variances = self._axes[0]
         A0 = 2 * self.means.norm(dim=-1).max().item() or 1.0
@@ -156,7 +155,7 @@ class GaussianMixture:
         The Hessian of log p^h_t lies between -P and beta^2 P Cov P, where P is the precision at t and Cov a
         covariance of means, whose variance along any direction is at most a quarter of the squared range.
 
-        Source: assumption 2.3
+        Source: Assumption 2.3
 
         :raises ValueError: the covariances differ: then s_+ need not be Lipschitz at all.
         """
@@ -188,7 +187,7 @@ class GaussianMixture:
 class SubspaceLaw:
     """The law of x = B h with h from the latent law, and of its noised versions p_t in R^D, for t > 0.
 
-    Source: assumption 2.1, lemma 2.1
+    Source: Assumption 2.1, Lemma 2.1
 
     :param basis: B, orthonormal columns (to 1e-10 in float64, 1e-5 in float32), shape (D, d0).
     :raises ValueError: the basis is not orthonormal; dimension or dtype of ``latent`` does not fit.
@@ -220,7 +219,7 @@ class SubspaceLaw:
     def score(self, x: Float[Tensor, "*batch D"], t: Time) -> Float[Tensor, "*batch D"]:
         """The gradient of log p_t at x: s+ + s-.
 
-        Source: lemma 2.1
+        Source: Lemma 2.1
         """
         return self.on_support_score(x, t) + self.orthogonal_score(x, t)
 

@@ -5,8 +5,8 @@ for every fault would take an hour, so the cells that the claim's check needs ar
 names backwards. Chapters therefore never change an object of another cell in place.
 """
 
-import ast
 import re
+import symtable
 from pathlib import Path
 
 import jupytext
@@ -50,13 +50,13 @@ def _needed(cells: list, claim: str) -> list:
 
 
 def _names(source: str) -> tuple[set[str], set[str]]:
-    """Names that a cell binds at top level, and names that it reads (also inside functions)."""
-    defined, used = set(), set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name):
-            (defined if isinstance(node.ctx, ast.Store) else used).add(node.id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            defined.add(node.name)
-    return defined, used
+    """Names that a cell binds at top level, and names that it needs from earlier cells (also inside functions)."""
+    top = symtable.symtable(source, "cell", "exec")
+    bound = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    read, scopes = set(), [top]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        read |= {s.get_name() for s in scope.get_symbols() if s.is_referenced() and (scope is top or s.is_global())}
+    # A name that the cell binds itself is taken as its own; cells never update an earlier cell's object in place.
+    return bound, read - bound

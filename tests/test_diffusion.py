@@ -217,3 +217,57 @@ def test_wrong_shapes_and_dtypes_name_the_argument(generator):
         denoising_loss(lambda x, t: x[:, 0], x, 1, x, process)
     with pytest.raises(TypeCheckError, match="xt"):
         denoising_loss(lambda x, t: x, x, 1, x[:, :2], process)
+
+
+# --- planted faults: the chapter's own checks refuse them
+
+CHAPTER = "2-1-diffusion"
+
+
+def sigma_as_standard_deviation(self, t):
+    return (-torch.expm1(-self.clock(t))).sqrt()
+
+
+def beta_without_the_half(self, t):
+    return torch.exp(-self.clock(t))
+
+
+def drift_without_the_half(y, s):
+    return y + s
+
+
+def printed_loss(score, x0, t, xt, process):
+    return (score(xt, t) - x0).square().sum(-1).mean()
+
+
+def printed_target(self, x0, t, xt):
+    return x0
+
+
+def sampler_with_noise_scaled_by_the_variance(score, process, shape, T, T0, step, *, generator):
+    y = torch.randn(shape, generator=generator)
+    for k in range(count_steps(T, T0, step)):
+        advance = float(process.clock(T - k * step) - process.clock(max(T - (k + 1) * step, T0)))
+        noise = torch.randn(shape, generator=generator)
+        y = y + advance * backward_drift(y, score(y, T - k * step)) + advance * noise
+    return y
+
+
+@pytest.mark.parametrize(
+    ("claim", "target", "wrong"),
+    [
+        ("equation-D.1", "ForwardProcess.sigma", sigma_as_standard_deviation),
+        ("equation-D.1", "ForwardProcess.beta", beta_without_the_half),
+        ("equation-2.1", "ForwardProcess.sigma", sigma_as_standard_deviation),
+        ("equation-2.1", "ForwardProcess.transition_score", printed_target),
+        ("equation-2.1", "denoising_loss", printed_loss),
+        ("erratum-16", "denoising_loss", printed_loss),
+        ("equation-2.2", "ForwardProcess.beta", beta_without_the_half),
+        ("equation-D.2", "backward_drift", drift_without_the_half),
+        ("equation-D.3", "ForwardProcess.beta", beta_without_the_half),
+        ("equation-D.4", "backward_drift", drift_without_the_half),
+        ("equation-D.4", "sample_backward", sampler_with_noise_scaled_by_the_variance),
+    ],
+)
+def test_a_wrong_variant_is_caught_by_the_chapter(claim, target, wrong, rejects):
+    rejects(CHAPTER, claim, {f"ditbook.diffusion.{target}": wrong})

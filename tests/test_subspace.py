@@ -334,3 +334,73 @@ def test_bad_points_and_times_are_refused(generator):
         data.latent.log_density(x[:, :1], 1)
     with pytest.raises(ValueError, match=r"t must broadcast to the batch shape \(4,\), got shape \(3,\)"):
         data.score(x, torch.ones(3))
+
+
+# --- planted faults: the chapter's own checks refuse them
+
+CHAPTER = "2-2-score-decomposition"
+
+
+def sigma_as_standard_deviation(self, t):
+    return (-torch.expm1(-self.clock(t))).sqrt()
+
+
+def columns_of_length_nearly_one(D, d0, *, generator):
+    return torch.randn(D, d0, generator=generator) / math.sqrt(D)
+
+
+@pytest.mark.parametrize("claim", ["lemma-2.1", "equation-2.4", "equation-2.5"])
+def test_sigma_used_as_a_standard_deviation_is_caught(claim, rejects):
+    rejects(CHAPTER, claim, {"ditbook.diffusion.ForwardProcess.sigma": sigma_as_standard_deviation})
+
+
+@pytest.mark.parametrize("kept", [SubspaceLaw.on_support_score, SubspaceLaw.orthogonal_score])
+def test_a_dropped_term_of_the_decomposition_is_caught(kept, rejects):
+    rejects(CHAPTER, "lemma-2.1", {"ditbook.subspace.SubspaceLaw.score": kept})
+
+
+def test_an_orthogonal_score_without_the_projection_is_caught(rejects):
+    wrong = lambda law, x, t: -x / -math.expm1(-t)  # noqa: E731
+    rejects(CHAPTER, "lemma-2.1", {"ditbook.subspace.SubspaceLaw.orthogonal_score": wrong})
+
+
+@pytest.mark.parametrize("claim", ["equation-2.4", "equation-2.5", "erratum-17"])
+def test_q_without_beta_is_caught(claim, rejects):
+    rejects(CHAPTER, claim, {"ditbook.subspace.GaussianMixture.q": GaussianMixture.posterior_mean})
+
+
+@pytest.mark.parametrize("claim", ["equation-2.4", "erratum-17"])
+def test_q_with_sigma_on_both_terms_is_caught(claim, rejects):
+    printed = lambda law, h, t: -math.expm1(-t) * (law.score(h, t) + h)  # noqa: E731
+    rejects(CHAPTER, claim, {"ditbook.subspace.GaussianMixture.q": printed})
+
+
+def test_an_on_support_score_off_by_a_factor_is_caught_by_the_form_of_q(rejects):
+    exact = SubspaceLaw.on_support_score
+    rejects(
+        CHAPTER, "erratum-18", {"ditbook.subspace.SubspaceLaw.on_support_score": lambda law, x, t: 2 * exact(law, x, t)}
+    )
+
+
+def test_a_kernel_with_the_standard_deviation_is_caught(rejects):
+    rejects(CHAPTER, "erratum-27", {"ditbook.diffusion.ForwardProcess.sigma": sigma_as_standard_deviation})
+
+
+def test_a_basis_of_nearly_unit_columns_is_caught(rejects):
+    rejects(CHAPTER, "assumption-2.1", {"ditbook.subspace.random_subspace": columns_of_length_nearly_one})
+
+
+def test_a_tail_constant_without_its_margin_is_caught(rejects):
+    exact = GaussianMixture.tail_constants
+    wrong = lambda latent: (exact(latent)[0], exact(latent)[1], 4 * exact(latent)[2])  # noqa: E731
+    rejects(CHAPTER, "assumption-2.2", {"ditbook.subspace.GaussianMixture.tail_constants": wrong})
+
+
+def test_a_lipschitz_bound_that_forgets_the_means_is_caught(rejects):
+    wrong = lambda latent: max(1.0, 1 / torch.linalg.eigvalsh(latent.covariances).min().item())  # noqa: E731
+    rejects(CHAPTER, "assumption-2.3", {"ditbook.subspace.GaussianMixture.lipschitz_bound": wrong})
+
+
+def test_a_hessian_without_the_spread_of_the_components_is_caught(rejects):
+    wrong = lambda latent, h, t: -torch.eye(h.shape[-1]).expand(*h.shape, h.shape[-1])  # noqa: E731
+    rejects(CHAPTER, "assumption-2.3", {"ditbook.subspace.GaussianMixture.score_jacobian": wrong})

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ditbook import transformer
 from ditbook.diffusion import ForwardProcess, denoising_loss
 from ditbook.subspace import GaussianMixture, SubspaceLaw, random_subspace
 from ditbook.transformer import (
@@ -476,3 +477,137 @@ def test_the_ends_of_the_time_range_are_inside_also_in_single_precision():
     network = ScoreNetwork(torch.eye(2, dtype=torch.float32), lambda h, t: h, 0.1, 0.7)
     for t in (0.1, 0.7, torch.tensor([0.1, 0.7], dtype=torch.float32)):
         assert network(torch.ones(2, 2, dtype=torch.float32), t).isfinite().all()
+
+
+# Planted faults: the chapter's own checks refuse the wrong variant
+
+
+def scaled(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def softmax_over_queries(q, k, v):
+    return torch.softmax(q @ k.mT, dim=-2) @ v
+
+
+def stored_weights(q, k, v):
+    return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def transposed_output(Z, W_O):
+    heads, d, m = W_O.shape
+    if heads * m != d:
+        return transformer_merge(Z, W_O)
+    return torch.nn.functional.linear(Z.transpose(1, 2).flatten(2), W_O.transpose(0, 1).flatten(1).T)
+
+
+def no_skip(self, Y):
+    return FeedForward_forward(self, Y) - Y
+
+
+def mixing_tokens(self, Y):
+    return FeedForward_forward(self, Y) + Y.mean(-2, keepdim=True)
+
+
+def encoding_after_first_block(self, X, modulation=None):
+    for k, block in enumerate(self.blocks):
+        X = block(X) + (self.E if k == 0 else 0)
+    return X
+
+
+def encoding_forgotten(self, X, modulation=None):
+    for block in self.blocks:
+        X = block(X)
+    return X
+
+
+def channels_last(self, h):
+    return rearrange(Patchify_call(self, h), "... (c q) -> ... (q c)", c=self.channels)
+
+
+def columns_before_rows(self, h):
+    side = self.i // self.p
+    return rearrange(Patchify_call(self, h), "... (r s) d -> ... (s r) d", r=side)
+
+
+def halved_inverse(self, X):
+    return Patchify_inverse(self, X) / 2
+
+
+def norm_of_rows(W):
+    return W.norm(dim=-1).max().item()
+
+
+def slope_without_radius(layer, L, R):
+    return attention_lipschitz(layer, L, 1.0)
+
+
+def radii_without_values(network, C_X):
+    return [C_X] * (len(network.blocks) + 1)
+
+
+def skip_with_square(x, decoded, sigma):
+    return decoded / sigma - x / sigma**2
+
+
+def sigma_as_deviation(x, decoded, sigma):
+    return decoded / sigma.sqrt() - x / sigma.sqrt()
+
+
+transformer_merge, FeedForward_forward = transformer.merge_heads, FeedForward.forward
+Patchify_call, Patchify_inverse = Patchify.__call__, Patchify.inverse
+
+
+@pytest.mark.parametrize(
+    ("claim", "target", "wrong"),
+    [
+        ("equation-2.6", "attend", scaled),
+        ("equation-2.6", "attend", softmax_over_queries),
+        ("equation-2.6", "attend", stored_weights),
+        ("equation-2.6", "merge_heads", transposed_output),
+        ("equation-2.7", "FeedForward.forward", no_skip),
+        ("equation-2.7", "FeedForward.forward", mixing_tokens),
+        ("equation-2.8", "Transformer.forward", encoding_after_first_block),
+        ("equation-2.8", "Transformer.forward", encoding_forgotten),
+        ("definition-3.1", "Patchify.__call__", channels_last),
+        ("definition-3.1", "Patchify.__call__", columns_before_rows),
+        ("definition-3.1", "Patchify.inverse", halved_inverse),
+        ("definition-3.2", "_largest_column", norm_of_rows),
+        ("definition-3.2", "attention_lipschitz", slope_without_radius),
+        ("definition-3.2", "token_radii", radii_without_values),
+        ("definition-3.3", "Orthonormal.forward", lambda self, W: W),
+        ("definition-3.3", "assemble", skip_with_square),
+        ("definition-3.3", "assemble", sigma_as_deviation),
+        ("figure-1", "assemble", skip_with_square),
+    ],
+)
+def test_the_chapter_refuses(claim, target, wrong, rejects):
+    rejects(CHAPTER, claim, {f"ditbook.transformer.{target}": wrong})
+
+
+def test_the_chapter_refuses_a_skip_weight_that_is_right_in_print_only(rejects):
+    # The witness of the erratum compares both weights with the exact score; a wrong score would hide the misprint.
+    wrong = lambda self, x, t: -x / (1 - math.exp(-t)) ** 2  # noqa: E731
+    rejects(CHAPTER, "erratum-20", {"ditbook.subspace.SubspaceLaw.score": wrong})
+
+
+torch_kron, torch_flatten, torch_reshape = torch.kron, torch.flatten, torch.reshape
+
+
+@pytest.mark.parametrize(
+    ("claim", "target", "wrong"),
+    [
+        ("definition-D.1", "torch.flatten", lambda X: torch_flatten(X.mT)),
+        ("definition-D.2", "torch.reshape", lambda x, shape: torch_reshape(x, shape[::-1]).mT),
+        ("definition-D.3", "torch.kron", lambda A, B: torch_kron(B, A)),
+        ("definition-D.4", "torch.kron", lambda A, B: torch_kron(B, A)),
+        ("lemma-D.1", "torch.kron", lambda A, B: torch_kron(B, A)),
+        ("lemma-D.1", "torch.flatten", lambda X: torch_flatten(X.mT)),
+        ("proposition-D.1", "ditbook.transformer.attend", scaled),
+        ("proposition-D.1", "ditbook.transformer.attend", softmax_over_queries),
+        ("erratum-36", "torch.kron", lambda A, B: torch_kron(B, A)),
+        ("erratum-36", "ditbook.transformer.attend", lambda q, k, v: math.sqrt(2) * stored_weights(q, k, v)),
+    ],
+)
+def test_the_chapter_on_the_tensor_trick_refuses(claim, target, wrong, rejects):
+    rejects("d-3-tensor-trick", claim, {target: wrong})
