@@ -20,7 +20,7 @@ from ditbook.subspace import GaussianMixture, SubspaceLaw, random_subspace
 from ditbook.sweep import sweep
 from ditbook.transformer import LatentTransformer, ScoreNetwork, Transformer
 
-MEMBERS, SAMPLES, STEPS, BATCH, RATE = 16, 1024, 60, 64, 3e-2
+MEMBERS, SAMPLES, STEPS, BATCH, RATE = 10, 1024, 40, 64, 3e-2
 
 
 def law() -> SubspaceLaw:
@@ -72,7 +72,7 @@ def compare_training() -> None:
 def one_error(n: int, seed: int) -> float:
     """Something that takes a moment and depends on its seed."""
     g = torch.Generator().manual_seed(seed)
-    _, losses = fit([network(seed)], [law().sample(n, generator=g)], steps=30, generator=g)
+    _, losses = fit([network(seed)], [law().sample(n, generator=g)], steps=10, generator=g)
     return losses[-1].item()
 
 
