@@ -181,6 +181,7 @@ def accessibility(page) -> list[str]:
     ):
         set_theme(page, theme)
         page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(1500)  # as above: the theme follows a resize with a delay
         # Preloading would wait for style sheets that a page opened from a file cannot fetch.
         options = {"resultTypes": ["violations"], "preload": False}
         if rules:
@@ -240,6 +241,7 @@ def hidden_in_print(page) -> list[str]:
 def unreachable_by_keyboard(page) -> list[str]:
     """The first Tab reaches a visible element, and scrolling regions can be focused."""
     page.set_viewport_size({"width": WIDTHS[0], "height": 900})
+    page.wait_for_timeout(1500)  # the theme adds tab stops to scrolling listings a moment after a resize
     page.keyboard.press("Tab")
     focused = page.evaluate("() => document.activeElement !== document.body")
     found = [] if focused else ["Tab focuses nothing"]

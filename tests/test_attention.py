@@ -21,9 +21,10 @@ from ditbook.attention import (
     exp_polynomial,
     factorise,
     key_moments,
-    leading_errors,
+    leading_error,
     low_rank_attention,
     residual_bound,
+    smallest_rank,
     softmax_attention,
 )
 
@@ -207,7 +208,7 @@ def test_the_fast_path_is_taken_wherever_its_predicted_gain_is_at_least_two(gene
     for d, size in grid:
         q, k, v = (2 * torch.rand(8192, d, generator=generator) - 1 for _ in range(3))
         output, certificate = almost_linear_attention(size * q, size * k, v, 1.0, return_certificate=True)
-        assert (certificate.method != "exact") == (certificate.predicted_gain >= 2), (d, size, certificate)
+        assert (certificate.method != "exact") == (certificate.predicted_gain >= attention.MIN_GAIN), (d, size, certificate)
         sample = torch.arange(0, 8192, 32)
         assert error(output[sample], size * q[sample], size * k, v) <= 1e-3
         fast += certificate.method != "exact"
@@ -235,7 +236,7 @@ def test_large_logits_short_sequences_and_fine_tolerances_are_answered_exactly(g
         output, certificate = almost_linear_attention(size * q, size * k, v, 1.0, tolerance, return_certificate=True)
         assert (certificate.method, certificate.rank, certificate.degree) == ("exact", None, None)
         assert certificate.error_bound is None
-        assert certificate.predicted_gain < 2
+        assert certificate.predicted_gain < attention.MIN_GAIN
         assert torch.equal(output, softmax_attention(size * q, size * k, v, 1.0))
 
 
@@ -329,13 +330,14 @@ def test_dependent_pivots_are_dropped():
 def test_errors_of_leading_factors_are_those_of_their_outputs(generator):
     q, k = uniform(2048, 4, generator)
     v = values(2048, 3, generator)
-    head = attention._Head(q, k, v, 1.0, 1e-3, generator)
-    tests = head.tests
-    factors = factorise(head.centred, 64, generator)
+    tests = attention.Tests(torch.arange(2048), truth(q, k, v))
+    factors = exp_factors(q, k, 64, 1.0)
     moments = key_moments(factors, v)
-    for rank, found in list(zip(*leading_errors(factors, moments, tests), strict=True))[::4]:
-        output = low_rank_attention(factors.truncate(rank), moments[:rank])
-        assert tests.error(output) == pytest.approx(found, rel=1e-4, abs=1e-9)
+    rank = smallest_rank(factors, moments, tests, 1e-4)
+    for r in (3, rank, 64):
+        output = low_rank_attention(factors.truncate(r), moments[:r])
+        assert error(output, q, k, v) == pytest.approx(leading_error(factors, moments, tests, r), rel=1e-9)
+    assert leading_error(factors, moments, tests, rank) <= 1e-4 < leading_error(factors, moments, tests, rank - 2)
 
 
 def safe(polynomial: Polynomial, bound: float) -> None:

@@ -49,7 +49,8 @@ def project(tmp_path_factory) -> Path:
     (root / "notebooks").mkdir()
     (root / "book").mkdir()
     shutil.copytree(ROOT / "ditbook", root / "ditbook", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "book" / "_static", root / "book" / "_static")
+    for folder in ("_static", "_ext"):
+        shutil.copytree(ROOT / "book" / folder, root / "book" / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("_config.yml", "requirements.lock"):
         shutil.copy(ROOT / name, root)
     (root / "book" / "references.bib").write_text("")

@@ -262,7 +262,7 @@ def sampler_with_noise_scaled_by_the_variance(score, process, shape, T, T0, step
         ("equation-2.1", "ForwardProcess.transition_score", printed_target),
         ("equation-2.1", "denoising_loss", printed_loss),
         ("erratum-16", "denoising_loss", printed_loss),
-        ("equation-2.2", "ForwardProcess.beta", beta_without_the_half),
+        ("equation-2.2", "denoising_loss", printed_loss),
         ("equation-D.2", "backward_drift", drift_without_the_half),
         ("equation-D.3", "ForwardProcess.beta", beta_without_the_half),
         ("equation-D.4", "backward_drift", drift_without_the_half),

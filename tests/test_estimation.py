@@ -260,3 +260,33 @@ class TestTotalVariation:
     def test_samples_that_cannot_be_binned_are_refused(self, samples, message):
         with pytest.raises(ValueError, match=message):
             total_variation(samples, lambda h: h.sum(-1), radius=1.0)
+
+
+class TestPlantedFaults:
+    """Each wrong variant is refused by the chapter's own check."""
+
+    def test_the_norm_instead_of_its_square(self, rejects):
+        def unsquared(s, target):
+            return (s - target).norm(dim=-1)
+
+        rejects("3-3-score-estimation", "theorem-3.2", {"ditbook.estimation.squared_distance": unsquared})
+
+    def test_sigma_as_a_standard_deviation_in_the_loss(self, rejects):
+        def wrong_target(process, x0, t, xt):
+            t = t[..., None]
+            return (process.beta(t) * x0 - xt) / process.sigma(t).sqrt()
+
+        target = "ditbook.diffusion.ForwardProcess.transition_score"
+        rejects("3-3-score-estimation", "theorem-3.2", {target: wrong_target})
+
+    def test_the_backward_drift_without_its_half(self, rejects):
+        rejects("3-3-distribution-estimation", "lemma-F.8", {"ditbook.diffusion.backward_drift": lambda y, s: y + s})
+
+    def test_a_basis_not_orthonormalised_before_measuring(self, rejects):
+        rejects("3-3-distribution-estimation", "corollary-3.2.1", {"ditbook.estimation.orthonormalise": lambda W: W})
+
+    def test_a_rate_with_the_wrong_power_of_n(self, rejects):
+        def root_n(n, eps, L):
+            return max(-math.log10(n) / 2 + (1 / eps) ** (2 * L) * math.log10(2), 2 * math.log10(eps))
+
+        rejects("3-3-score-estimation", "definition-3.4", {"ditbook.covering.log10_xi": root_n})

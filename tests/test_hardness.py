@@ -444,7 +444,7 @@ def equally_spaced(degree, bound):
 
 
 @pytest.mark.parametrize("claim", ["book-1", "proposition-4.1"])
-def test_half_the_sharpness_is_rejected(rejects, claim):
+def test_a_quarter_of_the_sharpness_is_rejected(rejects, claim):
     rejects(CHAPTER, claim, {"ditbook.hardness.sharpness": lambda L: 0.5 * math.log(L)})
 
 

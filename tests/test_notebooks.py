@@ -95,7 +95,7 @@ def test_parameters_come_first_and_cells_are_short(name):
     code = cells(name, "code")
     assert "parameters" in code[0].metadata["tags"]
     assert re.match(r'scale = "quick".*\nseed = 0', code[0].source)
-    long = [cell.source.splitlines()[0] for cell in code if len(cell.source.splitlines()) > 32]
+    long = [cell.source.splitlines()[0] for cell in code if len(cell.source.splitlines()) > 50]
     assert long == []
 
 

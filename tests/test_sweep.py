@@ -118,6 +118,25 @@ def test_the_digest_sees_every_file_of_the_package(tmp_path, monkeypatch):
     assert len({first, second, sources_digest()}) == 3
 
 
+def test_without_the_digest_a_stale_result_would_come_back(tmp_path, monkeypatch):
+    """The planted fault: a key that ignores the sources. The results then differ only in what the digest would see."""
+    monkeypatch.setattr(module, "PACKAGE", tmp_path / "package")
+    (tmp_path / "package").mkdir()
+    source, marks = tmp_path / "package" / "answer.py", tmp_path / "marks"
+
+    def runs_after_an_edit() -> int:
+        for text in ("old", "new"):
+            source.write_text(text)
+            monkeypatch.setattr(module, "LOADED", module.sources_digest())
+            sweep(counted, {"path": [marks], "x": ["a"]}, [0], jobs=1, folder=tmp_path / "memo")
+        return runs(marks)
+
+    assert runs_after_an_edit() == 2
+    monkeypatch.setattr(module, "sources_digest", lambda: "the same for ever")
+    marks.unlink()
+    assert runs_after_an_edit() == 1
+
+
 def test_sources_edited_after_the_import_keep_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LOADED", "older")
     marks = tmp_path / "marks"

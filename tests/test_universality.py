@@ -2,11 +2,9 @@
 
 import itertools
 import math
-import symtable
 import tracemalloc
 from fractions import Fraction
 
-import chapters
 import numpy as np
 import pytest
 import torch
@@ -381,30 +379,6 @@ def test_quantising_layers_read_like_definitions_E_5_and_E_6():
 # --- planted faults: the chapter's own checks refuse them ------------------------------------------------------------
 
 
-def names_by_scope(source):
-    """Names that a cell binds for other cells, and names that it takes from them: variables of its functions and
-    comprehensions are neither."""
-    defined, used = set(), set()
-
-    def visit(table):
-        for symbol in table.get_symbols():
-            if table.get_type() == "module" and (symbol.is_assigned() or symbol.is_imported()):
-                defined.add(symbol.get_name())
-            elif symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
-                used.add(symbol.get_name())
-        for child in table.get_children():
-            visit(child)
-
-    visit(symtable.symtable(source, "cell", "exec"))
-    return defined, used - defined
-
-
-@pytest.fixture
-def rejects_exactly(rejects, monkeypatch):
-    monkeypatch.setattr(chapters, "_names", names_by_scope)
-    return rejects
-
-
 def printed_bounds(grid, bounds=universality.id_bounds):
     return grid.L * grid.n ** (2 * (grid.L + 1) * grid.d) * (grid.n**grid.d - 1), bounds(grid)[1]
 
@@ -437,16 +411,16 @@ FAULTS = {
         ("definition-E.8", "largest_entry"),
     ],
 )
-def test_the_chapter_rejects(rejects_exactly, claim, name):
-    rejects_exactly("e-universality", claim, {f"ditbook.universality.{name}": FAULTS[name]})
+def test_the_chapter_rejects(rejects, claim, name):
+    rejects("e-universality", claim, {f"ditbook.universality.{name}": FAULTS[name]})
 
 
-def test_the_chapter_rejects_four_relus_without_the_mirror(rejects_exactly):
+def test_the_chapter_rejects_four_relus_without_the_mirror(rejects):
     def unmirrored(zeta, width, relu=ThreePieces.relu):
         _, knots, gains, constant = relu(zeta, width)
         return [1] * 4, knots, gains, constant
 
-    rejects_exactly("e-universality", "lemma-E.7", {"ditbook.universality.ThreePieces.relu": unmirrored})
+    rejects("e-universality", "lemma-E.7", {"ditbook.universality.ThreePieces.relu": unmirrored})
 
 
 def printed_depth(grid):
@@ -464,5 +438,5 @@ def printed_depth(grid):
         ("lemma-F.2", "subspace.GaussianMixture.q", lambda latent, h, t: h.square()),
     ],
 )
-def test_the_chapter_on_score_approximation_rejects(rejects_exactly, claim, target, wrong):
-    rejects_exactly("3-2-score-approximation", claim, {f"ditbook.{target}": wrong})
+def test_the_chapter_on_score_approximation_rejects(rejects, claim, target, wrong):
+    rejects("3-2-score-approximation", claim, {f"ditbook.{target}": wrong})
