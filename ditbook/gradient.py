@@ -496,16 +496,19 @@ class AlmostLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale, tolerance, generator):
+        output = almost_linear_attention(q, k, v, scale, tolerance, generator=generator)
         ctx.save_for_backward(q, k, v)
-        ctx.options = scale, tolerance, generator
-        return almost_linear_attention(q, k, v, scale, tolerance, generator=generator)
+        # A copy: going backwards twice gives the same gradients.
+        ctx.options = scale, tolerance, generator.clone_state()
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, c):
-        inputs = ctx.saved_tensors
+        inputs, (scale, tolerance, generator) = ctx.saved_tensors, ctx.options
+        options = scale, tolerance, generator.clone_state()
         heads = zip(*(x.reshape(-1, *x.shape[-2:]) for x in (*inputs, c)), strict=True)
-        gradients = zip(*(attention_gradients(*head, *ctx.options) for head in heads), strict=True)
+        gradients = zip(*(attention_gradients(*head, *options) for head in heads), strict=True)
         return *(torch.stack(g).reshape(x.shape) for g, x in zip(gradients, inputs, strict=True)), None, None, None
 
 
