@@ -47,9 +47,9 @@ def dit_loss(
     :param W_OV: value and output weights in one, W_O W_V, ``(d, d)``.
     :param Y: target tokens, ``(L1, d)``.
     :param scale: multiplies the logits; the paper's 1, not 1/sqrt(d).
-    :raises ValueError: no tokens, mixed dtypes, or an entry that is not finite.
+    :raises ValueError: no tokens, mixed dtypes, an entry or a scale that is not finite.
     """
-    require_inputs(W=W, A1=A1, A2=A2, A3=A3, W_OV=W_OV, Y=Y)
+    require_inputs(scale, W=W, A1=A1, A2=A2, A3=A3, W_OV=W_OV, Y=Y)
     output = softmax_attention(A1 @ W, A2, values(A3, W_OV), scale=scale)
     return residual(output, Y).square().sum() / 2
 
@@ -69,9 +69,9 @@ def dit_gradient(
     Source: Lemma G.2
 
     :param W: this and the others as in `dit_loss`.
-    :raises ValueError: no tokens, mixed dtypes, or an entry that is not finite.
+    :raises ValueError: no tokens, mixed dtypes, an entry or a scale that is not finite.
     """
-    require_inputs(W=W, A1=A1, A2=A2, A3=A3, W_OV=W_OV, Y=Y)
+    require_inputs(scale, W=W, A1=A1, A2=A2, A3=A3, W_OV=W_OV, Y=Y)
     layer = Layer(scale * A1 @ W, A2, values(A3, W_OV), Y)
     return scale * A1.mT @ exact_rows(layer)
 
@@ -171,6 +171,76 @@ def blocks(length: int, size: int) -> Iterator[slice]:
 
 # Tokens whose features are held at a time: few enough for them to stay in the cache.
 BLOCK_TOKENS = 512
+
+
+def factored_rows(f: Factors, layer: Layer) -> Tensor:
+    """p A2, ``(L1, d)``, with f in factored form."""
+    rows = torch.empty_like(layer.queries)
+    for block, sums in kernel_sums(f, lambda keys: key_columns(layer.h[keys], layer.keys[keys])):
+        # The column of ones gives the row sums D.
+        f_h, f_keys, f_kron = split_columns(sums[:, 1:] / sums[:, :1], layer.h)
+        rows[block] = through_p(residual(f_h, layer.Y[block]), f_h, f_keys, f_kron)
+    return rows
+
+
+def through_p(c: Tensor, f_h: Tensor, f_keys: Tensor, f_kron: Tensor) -> Tensor:
+    """p A2 = p_1 A2 - p_2 A2 from c and from what f makes of h, of A2 and of their row-wise Kronecker product.
+
+    Source: Lemma G.6, Lemma G.7
+    """
+    # p_2 = diag(r) f with r_j = <f_j, q_j> = <c_j, (f h)_j>.
+    r = (c * f_h).sum(dim=-1, keepdim=True)
+    return contract(c, f_kron) - r * f_keys
+
+
+def contract(c: Tensor, f_kron: Tensor) -> Tensor:
+    """(f * (c h')) X from f (h (x) X): with l over the columns of c and h, p_1 = sum_l diag(c_l) f diag(h_l).
+
+    Source: Lemma G.6
+    """
+    return torch.einsum("jl,jlb->jb", c, f_kron.unflatten(-1, (c.shape[-1], -1)))
+
+
+def rowwise_kronecker(A: Tensor, B: Tensor) -> Tensor:
+    """All products of an entry of A with an entry of B in the same row, ``(L, a b)``.
+
+    Source: Lemma G.6
+    """
+    return (A[:, :, None] * B[:, None, :]).flatten(-2)
+
+
+def key_columns(h: Tensor, keys: Tensor) -> Tensor:
+    """1, h, A2 and h (x) A2 side by side: all that the queries have to learn about the keys."""
+    return torch.cat([torch.ones_like(h[:, :1]), h, keys, rowwise_kronecker(h, keys)], dim=-1)
+
+
+def split_columns(columns: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of `key_columns` after the ones."""
+    m = h.shape[-1]
+    d = (columns.shape[-1] - m) // (m + 1)
+    return columns.split([m, d, m * d], dim=-1)
+
+
+def kernel_sums(
+    f: Factors, columns: Callable[[slice], Tensor], transpose: bool = False
+) -> Iterator[tuple[slice, Tensor]]:
+    """D f X, or its transpose (D f)' X, a block of rows at a time. X is asked for in blocks as well.
+
+    :param columns: the rows of X that belong to a slice of the keys, or of the queries for the transpose.
+    """
+    sides = [(f.queries, torch.ones_like(f.queries[:, :1])), (f.keys, f.weights[:, None])]
+    (targets, target_weights), (sources, source_weights) = sides[::-1] if transpose else sides
+    moments = torch.zeros((), dtype=torch.float64, device=f.keys.device)
+    for block in blocks(len(sources), BLOCK_TOKENS):
+        moments = moments + (f.features(sources[block]).mT @ (source_weights[block] * columns(block))).double()
+    moments = f.solve(moments).to(f.keys.dtype)
+    for block in blocks(len(targets), BLOCK_TOKENS):
+        yield block, target_weights[block] * (f.features(targets[block]) @ moments)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Finding the rank, and how wrong the answer is
+
 # Random queries whose exact rows certify the gradient.
 SAMPLES = 256
 # The sampled error is accepted below the tolerance over this.
@@ -243,11 +313,10 @@ def almost_linear_gradient(
     :param tolerance: largest error over the largest entry of the gradient, in absolute values.
     :param return_certificate: also return a `GradientCertificate`.
     :param generator: source of the samples; None is a fresh one with a fixed seed.
-    :raises ValueError: no tokens, mixed or other dtypes, an entry that is not finite, a tolerance that is not positive
-        or below the rounding of the dtype.
+    :raises ValueError: as `dit_loss`, and for a tolerance that is not positive or below the rounding of the dtype.
     """
     inputs = {"W": W, "A1": A1, "A2": A2, "A3": A3, "W_OV": W_OV, "Y": Y}
-    require_inputs(**inputs)
+    require_inputs(scale, **inputs)
     require_tolerance(tolerance, W.dtype)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     if tolerance < FLOAT32_TOLERANCE:
@@ -312,6 +381,7 @@ class Search:
 
     @cached_property
     def exact(self) -> Tensor:
+        """Rows of p A2 at the sampled queries."""
         return exact_rows(self.layer.part(self.sample))
 
     @cached_property
@@ -393,71 +463,6 @@ def worst_case(f: Factors, A1: Tensor, layer: Layer, size: Tensor) -> float | No
         c = residual(sums[:, 1:] / sums[:, :1], layer.Y[block])
         total += A1[block].abs().mT @ (2 * c.shape[-1] * H + (3 + epsilon) * c.abs().sum(dim=-1))
     return float(epsilon * H * a * total.max() / size)
-
-
-def factored_rows(f: Factors, layer: Layer) -> Tensor:
-    """p A2, ``(L1, d)``, with f in factored form."""
-    rows = torch.empty_like(layer.queries)
-    for block, sums in kernel_sums(f, lambda keys: key_columns(layer.h[keys], layer.keys[keys])):
-        # The column of ones gives the row sums D.
-        f_h, f_keys, f_kron = split_columns(sums[:, 1:] / sums[:, :1], layer.h)
-        rows[block] = through_p(residual(f_h, layer.Y[block]), f_h, f_keys, f_kron)
-    return rows
-
-
-def through_p(c: Tensor, f_h: Tensor, f_keys: Tensor, f_kron: Tensor) -> Tensor:
-    """p A2 = p_1 A2 - p_2 A2 from c and from what f makes of h, of A2 and of their row-wise Kronecker product.
-
-    Source: Lemma G.6, Lemma G.7
-    """
-    # p_2 = diag(r) f with r_j = <f_j, q_j> = <c_j, (f h)_j>.
-    r = (c * f_h).sum(dim=-1, keepdim=True)
-    return contract(c, f_kron) - r * f_keys
-
-
-def contract(c: Tensor, f_kron: Tensor) -> Tensor:
-    """(f * (c h')) X from f (h (x) X): with l over the columns of c and h, p_1 = sum_l diag(c_l) f diag(h_l).
-
-    Source: Lemma G.6
-    """
-    return torch.einsum("jl,jlb->jb", c, f_kron.unflatten(-1, (c.shape[-1], -1)))
-
-
-def rowwise_kronecker(A: Tensor, B: Tensor) -> Tensor:
-    """All products of an entry of A with an entry of B in the same row, ``(L, a b)``.
-
-    Source: Lemma G.6
-    """
-    return (A[:, :, None] * B[:, None, :]).flatten(-2)
-
-
-def key_columns(h: Tensor, keys: Tensor) -> Tensor:
-    """1, h, A2 and h (x) A2 side by side: all that the queries have to learn about the keys."""
-    return torch.cat([torch.ones_like(h[:, :1]), h, keys, rowwise_kronecker(h, keys)], dim=-1)
-
-
-def split_columns(columns: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of `key_columns` after the ones."""
-    m = h.shape[-1]
-    d = (columns.shape[-1] - m) // (m + 1)
-    return columns.split([m, d, m * d], dim=-1)
-
-
-def kernel_sums(
-    f: Factors, columns: Callable[[slice], Tensor], transpose: bool = False
-) -> Iterator[tuple[slice, Tensor]]:
-    """D f X, or its transpose (D f)' X, a block of rows at a time. X is asked for in blocks as well.
-
-    :param columns: the rows of X that belong to a slice of the keys, or of the queries for the transpose.
-    """
-    sides = [(f.queries, torch.ones_like(f.queries[:, :1])), (f.keys, f.weights[:, None])]
-    (targets, target_weights), (sources, source_weights) = sides[::-1] if transpose else sides
-    moments = torch.zeros((), dtype=torch.float64, device=f.keys.device)
-    for block in blocks(len(sources), BLOCK_TOKENS):
-        moments = moments + (f.features(sources[block]).mT @ (source_weights[block] * columns(block))).double()
-    moments = f.solve(moments).to(f.keys.dtype)
-    for block in blocks(len(targets), BLOCK_TOKENS):
-        yield block, target_weights[block] * (f.features(targets[block]) @ moments)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -583,8 +588,10 @@ def gradients_at_keys(f: Factors, keys: Tensor, q, v, c, scale, D, r) -> tuple[T
 # Checked input
 
 
-def require_inputs(**inputs: Tensor) -> None:
+def require_inputs(scale: float, **inputs: Tensor) -> None:
     """Refuse what would give a silent wrong answer: no tokens, NaN or infinity, mixed dtypes or devices."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     W = inputs["W"]
     if W.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"W must be float32 or float64, got {W.dtype}")
@@ -598,6 +605,7 @@ def require_inputs(**inputs: Tensor) -> None:
 
 
 def require_tolerance(tolerance: float, dtype: torch.dtype) -> None:
+    """Positive, and no finer than the result can be written down."""
     if not 0 < tolerance < math.inf:
         raise ValueError(f"tolerance must be positive and finite, got {tolerance}")
     rounding = torch.finfo(dtype).eps

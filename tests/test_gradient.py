@@ -332,6 +332,12 @@ def test_entries_that_are_not_finite_are_refused(function, index, bad):
         function(*inputs)
 
 
+@pytest.mark.parametrize("function", [dit_loss, dit_gradient, almost_linear_gradient])
+def test_a_scale_that_is_not_finite_is_refused(function):
+    with pytest.raises(ValueError, match="scale must be finite, got nan"):
+        function(*problem(4, 4, 2), scale=math.nan)
+
+
 @pytest.mark.parametrize("tolerance", [0, -1e-3, math.nan, math.inf])
 def test_a_tolerance_that_is_not_positive_and_finite_is_refused(tolerance):
     with pytest.raises(ValueError, match="tolerance must be positive"):
