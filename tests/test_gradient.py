@@ -94,7 +94,7 @@ def test_loss_and_gradient_agree_with_autograd(L1, L2, d, scale, seed):
     inputs = problem(L1, L2, d, seed)
     assert torch.allclose(dit_loss(*inputs, scale=scale), plain_loss(*inputs, scale=scale), rtol=1e-13)
     exact = autograd_gradient(*inputs, scale=scale)
-    assert (dit_gradient(*inputs, scale=scale) - exact).abs().max() <= 1e-12 * (1e-3 + exact.abs().max())
+    assert (dit_gradient(*inputs, scale=scale) - exact).abs().max() <= 1e-12 * exact.abs().max() + 1e-13
 
 
 def test_the_loss_is_differentiable_in_every_argument():
@@ -229,10 +229,10 @@ def test_the_worst_case_is_of_use_at_high_ranks():
 
 
 def test_no_array_of_L1_times_L2_entries_is_made():
-    inputs = law("uniform", 16384, d=2, dtype=torch.float32)
+    inputs = law("uniform", 8192, d=2, dtype=torch.float32)
     with Watch() as watch:
         almost_linear_gradient(*inputs)
-    assert watch.largest <= 2**20
+    assert watch.largest <= 8192**2 / 100
 
 
 def test_the_same_seed_gives_the_same_gradient_and_the_global_generator_is_left_alone():
@@ -290,7 +290,7 @@ def test_gradcheck_passes_at_a_tight_tolerance(monkeypatch):
     monkeypatch.setattr(gradient, "largest_rank", lambda layer, samples: 4 * 32)
     monkeypatch.setattr(gradient, "exact_gradients", only_some_queries(gradient.exact_gradients, 16))
     attend = partial(trainable_attention, scale=1.0, tolerance=1e-6)
-    assert torch.autograd.gradcheck(attend, leaves((24, 2), (20, 2), (20, 3), size=0.5), rtol=1e-6, atol=1e-7)
+    assert torch.autograd.gradcheck(attend, leaves((18, 2), (20, 2), (20, 2), size=0.5), rtol=1e-6, atol=1e-7)
 
 
 def test_wrong_key_gradients_do_not_pass(monkeypatch):
@@ -402,8 +402,8 @@ FAULTS = {
         {"ditbook.gradient.attention_weights": lambda queries, keys: torch.softmax(queries @ keys.mT, dim=0)},
     ),
     "values without W_OV": ("definition-G.4", {"ditbook.gradient.values": lambda A3, W_OV: A3}),
-    "fast: p_2 = f diag(r)": (
-        "theorem-4.1",
+    "fast: p_2 with one r for all queries": (
+        "lemma-G.7",
         {
             "ditbook.gradient.through_p": lambda c, f_h, f_keys, f_kron: (
                 contract(c, f_kron) - f_keys * (c * f_h).sum(-1).mean()
@@ -411,7 +411,7 @@ FAULTS = {
         },
     ),
     "fast: missing minus sign": (
-        "theorem-4.1",
+        "lemma-G.7",
         {
             "ditbook.gradient.through_p": lambda c, f_h, f_keys, f_kron: (
                 contract(c, f_kron) + (c * f_h).sum(-1, keepdim=True) * f_keys
@@ -431,7 +431,7 @@ FAULTS = {
         {"ditbook.gradient.Search.sampled_error": lambda *_: 0.0, "ditbook.gradient.FIRST_RANK": 8},
     ),
     "worst case without the sum over tokens": (
-        "theorem-4.1",
+        "problem-1",
         {"ditbook.gradient.worst_case": lambda f, A1, layer, size: 1e-18},
     ),
 }
