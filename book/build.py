@@ -80,7 +80,7 @@ def build_book(scale: str, parameters: dict, workers: int, root: Path = ROOT) ->
     key, stamp = site_key(executed, root), root / "_build" / "site.key"
     index = root / "_build" / "html" / "index.html"
     if not (index.exists() and stamp.exists() and stamp.read_text() == key):
-        source = stage(book, executed, root)
+        source = stage(book, executed, commit(root), root)
         (source / "book" / "_static" / "claims.csv").write_text(ledger.as_csv(book, commit(root)))
         site = render(source, root)
         finish(site, toc_files(root))

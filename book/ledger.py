@@ -27,7 +27,7 @@ STATUS = {
     "bound": "the inequality held on every tested input",
     "rate": "a fitted exponent lies where it was claimed",
     "corrected": "the printed form fails its witness, the corrected form passes",
-    "not-borne-out": "the suspected error did not show: the print stands",
+    "not-borne-out": "the run speaks against it; of an erratum: it did not show, the print stands",
     "reading": "a remark; linked to the run that bears on it",
     "assumed": "an unproved hypothesis; nothing to run",
     "failed": "a number left its range",

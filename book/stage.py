@@ -11,12 +11,12 @@ import nbformat
 import yaml
 from execute import ROOT, BuildError, chapters, toc_files
 from ledger import Ledger
-from pages import GENERATED, badge
+from pages import badge, fill, read_book
 
 BOX = re.compile(r"^(:{3,}\{admonition\}[^\n]*\n(?::[^\n]*\n)*?:name: (?P<id>[\w.-]+)\n(?::[^\n]*\n)*)", re.MULTILINE)
 
 
-def stage(ledger: Ledger, executed: dict[str, Path], root: Path = ROOT) -> Path:
+def stage(ledger: Ledger, executed: dict[str, Path], commit: str, root: Path = ROOT) -> Path:
     """Write the staged book below ``_build/stage`` and return that folder."""
     target = root / "_build" / "stage"
     shutil.rmtree(target, ignore_errors=True)
@@ -30,9 +30,12 @@ def stage(ledger: Ledger, executed: dict[str, Path], root: Path = ROOT) -> Path:
     for name in names:
         notebook = nbformat.read(executed[name], as_version=4)
         nbformat.write(decorate(notebook, ledger, names), target / "notebooks" / f"{name}.ipynb")
+    book = read_book(ledger, executed.values(), commit, target / "book")
+    (target / "book" / "_static" / "figures").mkdir()
+    for figure in book.figures.values():
+        (target / "book" / "_static" / "figures" / f"{figure.name}.svg").write_text(figure.svg)
     for page in (target / "book").rglob("*.md"):
-        generate = GENERATED.get(page.stem, lambda text, _: text)
-        page.write_text(link_notebooks(generate(page.read_text(), ledger), names))
+        page.write_text(link_notebooks(fill(page.stem, page.read_text(), book), names))
     _require_pages(target, root)
     return target
 

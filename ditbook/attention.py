@@ -631,7 +631,7 @@ def residual_bound(factors: Factors) -> float | None:
     The residual kernel R is positive semidefinite, so |R_ij| <= sqrt(R_ii R_jj), and the error at query i is at most
     2 sqrt(R_ii) sum_j w_j sqrt(R_jj) / D_i with D_i > 0 the approximate denominator.
 
-    Source: book-5
+    Source: Book 5
     """
     ones = factors.queries.new_ones(len(factors.keys), 0)
     coefficients = factors.solve(key_moments(factors, ones))

@@ -178,7 +178,7 @@ def half_assignments(n: int) -> Bool[Tensor, "L n"]:
 def sharpness(L: int) -> float:
     """beta = 2 log L: then L keys that are not orthogonal weigh at most 1/L together.
 
-    Source: book-1
+    Source: Book 1
     """
     return 2 * math.log(L)
 
@@ -193,7 +193,7 @@ def attention_instance(
     1 / (1 + sum_j exp(-beta <a_i, b_j>)). Values are as wide as keys because torch's fused kernel, which holds no
     L x L array, asks for it. Entries are at most sqrt(beta / scale). Without clauses a coordinate of zeros stands in.
 
-    Source: book-1
+    Source: Book 1
     """
     if a.shape[1] == 0:
         a, b = (torch.nn.functional.pad(x, (0, 1)) for x in (a, b))
@@ -210,7 +210,7 @@ def partners(o: Float[Tensor, "L"], L: int) -> Int[Tensor, "L"]:
 
     Outputs with m partners lie in [1/(m + 1 + 1/L), 1/(m + 1)]; the cuts are halfway between these intervals.
 
-    Source: book-1
+    Source: Book 1
     """
     m = torch.arange(L, dtype=o.dtype, device=o.device)
     cuts = (1 / (m + 1 + 1 / L) + 1 / (m + 2)) / 2
@@ -224,7 +224,7 @@ def satisfiable(formula: Formula, attention: Attention = softmax_attention) -> D
     The call is in float64, with 2^ceil(n/2) queries and one coordinate a clause. An ``attention`` of
     error less than (L - 1)/(4(L + 1)) still decides; the exact count needs more, see book-1.
 
-    Source: Proposition 4.1, book-1
+    Source: Proposition 4.1, Book 1
 
     :param attention: called as ``attention(q, k, v, scale=1.0)`` with q (L, m), k (M + 1, m), v (M + 1, m).
     :raises ValueError: an instance too large (see ``orthogonal_vectors``), or an output of the attention
@@ -263,7 +263,7 @@ def _assignment(a: Tensor, b: Tensor, i: int, variables: int) -> tuple[int, ...]
 def lobatto_nodes(degree: int, bound: float | int) -> Float[Tensor, "nodes"]:
     """The Chebyshev-Lobatto nodes of [exp(-bound^2), 1], float64, from 1 downwards.
 
-    Source: book-3
+    Source: Book 3
     """
     low = math.exp(-(bound**2))
     return (1 + low) / 2 + (1 - low) / 2 * torch.cos(math.pi * torch.arange(degree + 1, dtype=torch.float64) / degree)
@@ -274,7 +274,7 @@ def weights_at_zero(nodes: Sequence) -> list:
 
     Works on floats, fractions and multiple-precision numbers alike.
 
-    Source: book-3
+    Source: Book 3
     """
     return [math.prod(y / (y - x) for l, y in enumerate(nodes) if l != k) for k, x in enumerate(nodes)]
 
@@ -294,7 +294,7 @@ def small_norm_partners(
     extrapolated to 0. Rounding the estimates gives the counts while coth(bound^2/4)^D times the
     relative error of 1/o times L stays below 1/2. float64.
 
-    Source: book-3
+    Source: Book 3
 
     :param bound: largest entry of queries and keys where ``scale`` is 1; with another scale the entries
         are at most bound / sqrt(scale), so 1/d inside the exponential costs a factor sqrt(d).
@@ -315,7 +315,7 @@ def small_norm_partners(
 def row_weight(a: Float[Tensor, "L m"], b: Float[Tensor, "M m"]) -> int:
     """The largest number of ones that an a_i and a b_j can share, at least 1: the degree of p_i.
 
-    Source: book-3
+    Source: Book 3
     """
     return max(1, min(int(x.sum(dim=1).max()) for x in (a, b)))
 

@@ -208,7 +208,11 @@ def test_the_fast_path_is_taken_wherever_its_predicted_gain_is_at_least_two(gene
     for d, size in grid:
         q, k, v = (2 * torch.rand(8192, d, generator=generator) - 1 for _ in range(3))
         output, certificate = almost_linear_attention(size * q, size * k, v, 1.0, return_certificate=True)
-        assert (certificate.method != "exact") == (certificate.predicted_gain >= attention.MIN_GAIN), (d, size, certificate)
+        assert (certificate.method != "exact") == (certificate.predicted_gain >= attention.MIN_GAIN), (
+            d,
+            size,
+            certificate,
+        )
         sample = torch.arange(0, 8192, 32)
         assert error(output[sample], size * q[sample], size * k, v) <= 1e-3
         fast += certificate.method != "exact"

@@ -7,6 +7,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
+import yaml
 from execute import chapters
 from ledger import read_registry
 
@@ -95,13 +96,42 @@ def test_parameters_come_first_and_cells_are_short(name):
     code = cells(name, "code")
     assert "parameters" in code[0].metadata["tags"]
     assert re.match(r'scale = "quick".*\nseed = 0', code[0].source)
-    long = [cell.source.splitlines()[0] for cell in code if len(cell.source.splitlines()) > 50]
+    long = [cell.source.splitlines()[0] for cell in code if len(cell.source.splitlines()) > 32]
     assert long == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_markdown_has_no_backtick_directives(name):
     assert re.findall(r"^```+\{(?!code-cell)\w+", source(name), flags=re.MULTILINE) == []
+
+
+def typed_decimals(text: str) -> list[str]:
+    """Result sentences (those with a number glued from the run) that also hold a decimal typed by hand.
+
+    Formulas, code, link addresses and numbers of statements may hold decimals: they are parameters and names.
+    """
+    names = r"(?:Section|Equation|Lemma|Definition|Theorem|Corollary|Assumption|Remark|Proposition)s? [\w.]+"
+    allowed = rf"\$[^$]*\$|\{{glue:\w+\}}`[^`]*`|`[^`]*`|\]\([^)]*\)|{names}|\([A-H0-9][.\d]*\)"
+    sentences = [s for part in re.split(r"\n\s*\n", text) for s in re.split(r"(?<=[.?!])\s+(?=[A-Z])", part)]
+    results = [sentence for sentence in sentences if "{glue:" in sentence]
+    return [sentence for sentence in results if re.search(r"\d\.\d", re.sub(allowed, "", sentence))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_in_result_sentences_come_from_the_run(name):
+    assert typed_decimals(prose(name)) == []
+
+
+def test_a_typed_decimal_in_a_result_sentence_is_found():
+    glued = "The slope is {glue:text}`slope:.2f`, for $t = 0.5$ as in Lemma 2.1 and (2.4)."
+    assert typed_decimals(glued) == []
+    assert typed_decimals("At step 0.05 nothing is claimed. " + glued) == []
+    assert typed_decimals(glued[:-1] + ", twice 0.37.") != []
+
+
+def test_sentences_on_the_first_page_hold_no_typed_number():
+    cards = yaml.safe_load((ROOT / "book" / "headlines.yml").read_text())
+    assert [card["id"] for card in cards if re.search(r"\d", card["sentence"])] == []
 
 
 def test_labels_and_figure_names_are_unique_in_the_book():

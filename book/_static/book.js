@@ -19,6 +19,37 @@ if (form) {
   window.addEventListener("hashchange", () => { selects.forEach((select) => { select.value = ""; }); apply(); });
   apply();
 }
+// The claims map: pointing at a statement shows all it rests on and all that rests on it. Without script the lines are there.
+const map = document.getElementById("claims-map");
+if (map) {
+  const lines = [...map.querySelectorAll(".map-edges path")];
+  const walk = (id, from, to, ids, found) => {
+    for (const line of lines) {
+      if (line.dataset[from] !== id) continue;
+      found.add(line);
+      if (!ids.has(line.dataset[to])) { ids.add(line.dataset[to]); walk(line.dataset[to], from, to, ids, found); }
+    }
+  };
+  const clear = () => {
+    map.classList.remove("tracing");
+    map.querySelectorAll(".related").forEach((part) => part.classList.remove("related"));
+  };
+  const trace = (node) => {
+    clear();
+    const ids = new Set([node.dataset.id]), found = new Set();
+    walk(node.dataset.id, "to", "from", ids, found);
+    walk(node.dataset.id, "from", "to", ids, found);
+    map.classList.add("tracing");
+    found.forEach((line) => line.classList.add("related"));
+    map.querySelectorAll(".map-node").forEach((other) => other.classList.toggle("related", ids.has(other.dataset.id)));
+  };
+  map.querySelectorAll(".map-node").forEach((node) => {
+    node.addEventListener("pointerenter", () => trace(node));
+    node.addEventListener("focus", () => trace(node));
+    node.addEventListener("pointerleave", clear);
+    node.addEventListener("blur", clear);
+  });
+}
 // Folded parts print open.
 window.addEventListener("beforeprint", () => {
   document.querySelectorAll("details:not([open])").forEach((part) => { part.open = true; });
