@@ -16,7 +16,9 @@ CHAPTER = "4-2-inference"
 @pytest.fixture(scope="module")
 def tools() -> dict:
     """The chapter's own functions: the cells that define them, none of which runs a study."""
-    functions = "uniform operations least_error feature_exponent left_factors attention_matrix rank_from_above shells"
+    functions = (
+        "uniform operations counted least_error feature_exponent left_factors rank_needed rank_from_above shells"
+    )
     starts = ["import csv", 'scale = "quick"', *(f"def {name}(" for name in functions.split())]
     namespace: dict = {"__name__": "__chapter__"}
     for cell in jupytext.read(NOTEBOOKS / f"{CHAPTER}.md").cells:
