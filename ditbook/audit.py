@@ -239,7 +239,7 @@ class AttentionAudit(AttentionHook):
 
     def answer(self, call: Call) -> Tensor:
         output = call.run()
-        with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(output.device.type, enabled=False), torch._C.DisableTorchFunction():
             self.records.append(examine(call, self.tolerance))
         return output
 
@@ -287,7 +287,7 @@ def largest_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     heads, rows = max(1, CHUNK // (q.shape[1] * k.shape[1])), max(1, CHUNK // k.shape[1])
     largest = []
     for some_q, some_k in zip(q.split(heads), k.split(heads), strict=True):
-        blocks = [(block @ some_k.mT).flatten(1).abs().amax(1) for block in some_q.split(rows, dim=1)]
+        blocks = [(block @ some_k.mT).flatten(1).abs_().amax(1) for block in some_q.split(rows, dim=1)]
         largest.append(torch.stack(blocks).amax(0))
     return torch.cat(largest) * abs(scale)
 
@@ -365,7 +365,8 @@ class AlmostLinear(AttentionHook):
 
     def _attend(self, call: Call, head: int) -> tuple[Tensor, Certificate]:
         q, k, v = (t[head] for t in call.heads)
-        return almost_linear_attention(q, k, v, call.logit_scale, self.tolerance, return_certificate=True)
+        with torch._C.DisableTorchFunction():  # thousands of small steps that the mode need not look at
+            return almost_linear_attention(q, k, v, call.logit_scale, self.tolerance, return_certificate=True)
 
     def _report(self, call: Call, c: Certificate) -> None:
         shape = tuple(call.query.shape), call.key.shape[-2]
