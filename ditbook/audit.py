@@ -1,4 +1,4 @@
-"""See every softmax attention inside a model, and run it in almost linear time where that is safe (Section 5).
+"""See every softmax attention inside a model, and run it in almost linear time where that is safe (Section 5)::
 
     with AttentionAudit() as audit:
         model(x)
@@ -283,7 +283,7 @@ def examine(call: Call, tolerance: float) -> AttentionRecord:
 
 
 def largest_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """max_ij |scale q_i'k_j| for each head, (heads,), from (heads, Lq, d) and (heads, Lk, d), a block at a time."""
+    """Largest absolute ``scale q_i'k_j`` of each head, (heads,), from (heads, Lq, d) and (heads, Lk, d), in blocks."""
     heads, rows = max(1, CHUNK // (q.shape[1] * k.shape[1])), max(1, CHUNK // k.shape[1])
     largest = []
     for some_q, some_k in zip(q.split(heads), k.split(heads), strict=True):
@@ -411,7 +411,7 @@ def reason_for_exact(call: Call) -> str:
 
 
 def norm_bounds(q: Tensor, k: Tensor) -> Tensor:
-    """max |q_i| max |k_j| of each head, (heads,), for queries and keys moved to mean zero."""
+    """Product of the longest query and the longest key of each head, (heads,), both moved to mean zero."""
     lengths = [(t - t.mean(-2, keepdim=True)).norm(dim=-1).amax(-1) for t in (q, k)]
     return lengths[0] * lengths[1]
 
