@@ -307,6 +307,8 @@ def estimate_degree(logit_bound: float, tolerance: float) -> int | None:
 
     Source: Lemma G.3
     """
+    if logit_bound > LARGEST_DEGREE:  # no degree below the bound is near exp; and exp(bound) may overflow
+        return None
     degrees = range(0, LARGEST_DEGREE + 1, 2)
     return next((g for g in degrees if exp_polynomial(logit_bound, g).error_bound <= tolerance / 2), None)
 
