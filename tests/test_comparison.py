@@ -54,6 +54,14 @@ def test_the_relu_network_is_the_formula(code):
     assert torch.allclose(net(h, t), by_hand, atol=1e-6)
 
 
+def test_training_reaches_every_weight_of_the_relu_network(code):
+    net = code["ReluNetwork"](3, (4, 4), generator=torch.Generator().manual_seed(0))
+    weights = {name: W.detach().clone().requires_grad_() for name, W in net.named_parameters()}
+    h, t = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.full((20,), 0.7)
+    torch.func.functional_call(net, weights, (h, t)).square().sum().backward()
+    assert all(W.grad is not None and W.grad.abs().sum() > 0 for W in weights.values())
+
+
 def test_a_skip_connection_adds_the_input(code):
     def net(skip):
         return code["ReluNetwork"](3, (4,), skip=skip, generator=torch.Generator().manual_seed(0))
