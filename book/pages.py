@@ -246,7 +246,9 @@ def _render(template: str, **values) -> str:
     )
     environment.filters |= {"mathjax": mathjax, "describe": describe, "value": value_of}
     # A blank line would end the HTML block for the Markdown reader.
-    return re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(**values))
+    text = re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(**values))
+    # Second-level headings are Markdown's, so that the page's own contents list them.
+    return re.sub(r"^<h2>(.*)</h2>$", r"\n## \1\n", text, flags=re.MULTILINE)
 
 
 # Pages with a generated part, and the function that writes it.
