@@ -194,7 +194,7 @@ def through_p(c: Tensor, f_h: Tensor, f_keys: Tensor, f_kron: Tensor) -> Tensor:
 
 
 def contract(c: Tensor, f_kron: Tensor) -> Tensor:
-    """(f * (c h')) X from f (h (x) X): with l over the columns of c and h, p_1 = sum_l diag(c_l) f diag(h_l).
+    """(f ⊙ (c h')) X from f (h ⊗ X): with l over the columns of c and h, p_1 = sum_l diag(c_l) f diag(h_l).
 
     Source: Lemma G.6
     """
@@ -210,7 +210,7 @@ def rowwise_kronecker(A: Tensor, B: Tensor) -> Tensor:
 
 
 def key_columns(h: Tensor, keys: Tensor) -> Tensor:
-    """1, h, A2 and h (x) A2 side by side: all that the queries have to learn about the keys."""
+    """1, h, A2 and h ⊗ A2 side by side: all that the queries have to learn about the keys."""
     return torch.cat([torch.ones_like(h[:, :1]), h, keys, rowwise_kronecker(h, keys)], dim=-1)
 
 
@@ -558,7 +558,7 @@ def query_gradients(f: Factors, k, v, c, scale) -> tuple[Tensor, Tensor, Tensor]
 
 
 def key_gradients(f: Factors, q, v, c, scale, D, r) -> tuple[Tensor, Tensor]:
-    """scale p' q and f' c, p' = p_1' - p_2' with p_1' = f' * (v c') and p_2' = f' diag(r)."""
+    """scale p' q and f' c, p' = p_1' - p_2' with p_1' = f' ⊙ (v c') and p_2' = f' diag(r)."""
 
     def columns(queries: slice) -> Tensor:
         rows = c[queries]
