@@ -64,11 +64,11 @@ def dit_gradient(
     Y: Float[Tensor, "L1 d"],
     scale: float | int = 1.0,
 ) -> Float[Tensor, "d d"]:
-    """The gradient of `dit_loss` in W, scale A1' p A2: exact, O(L1 L2 d) operations, memory linear in the lengths.
+    """The gradient of :func:`dit_loss` in W, scale A1' p A2: exact, in O(L1 L2 d) operations and linear memory.
 
     Source: Lemma G.2
 
-    :param W: this and the others as in `dit_loss`.
+    :param W: this and the others as in :func:`dit_loss`.
     :raises ValueError: no tokens, mixed dtypes, an entry or a scale that is not finite.
     """
     require_inputs(scale, W=W, A1=A1, A2=A2, A3=A3, W_OV=W_OV, Y=Y)
@@ -215,7 +215,7 @@ def key_columns(h: Tensor, keys: Tensor) -> Tensor:
 
 
 def split_columns(columns: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of `key_columns` after the ones."""
+    """The parts of :func:`key_columns` after the ones."""
     m = h.shape[-1]
     d = (columns.shape[-1] - m) // (m + 1)
     return columns.split([m, d, m * d], dim=-1)
@@ -257,7 +257,7 @@ FLOAT32_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class GradientCertificate:
-    """How `almost_linear_gradient` found its answer. Errors are largest errors over the largest gradient entry.
+    """How :func:`almost_linear_gradient` found its answer. Errors are largest errors over the largest gradient entry.
 
     ``sampled_error`` is an estimate, accepted below a third of the tolerance: from the change of the gradient since
     a smaller rank, and the factor by which exact rows at random queries say that errors have shrunk since then.
@@ -280,7 +280,7 @@ class GradientCertificate:
 
     @cached_property
     def error_bound(self) -> float | None:
-        """A bound without chance, see `worst_case`; None where there is none. Computed when first read."""
+        """A bound without chance, see :func:`worst_case`; None where there is none. Computed when first read."""
         return self.bound()
 
 
@@ -298,22 +298,22 @@ def almost_linear_gradient(
     return_certificate: bool = False,
     generator: Generator | None = None,
 ) -> Float[Tensor, "d d"] | tuple[Float[Tensor, "d d"], GradientCertificate]:
-    """The gradient of `dit_loss` in W within ``tolerance``, in time and memory linear in the lengths where possible.
+    """The gradient of :func:`dit_loss` in W within ``tolerance``, in linear time and memory where possible.
 
-    The attention weights are replaced by factors of rank r from `ditbook.attention.exp_factors`. The rank is chosen on
-    a small part of the problem, and the answer is compared with exact rows at random queries. Where no rank that
-    saves half of the work meets the tolerance, the gradient is computed exactly, and the certificate says so.
+    The attention weights are replaced by factors of rank r from :func:`~ditbook.attention.exp_factors`. The rank is
+    chosen on a small part of the problem, and the answer is compared with exact rows at random queries. Where no rank
+    that saves half of the work meets the tolerance, the gradient is computed exactly, and the certificate says so.
 
     Near a minimum of the loss the gradient vanishes while its terms do not: a tolerance relative to the gradient is
     then met by exact computation only.
 
     Source: Theorem 4.1
 
-    :param W: this and the others as in `dit_loss`; float32 or float64, as is the result.
+    :param W: this and the others as in :func:`dit_loss`; float32 or float64, as is the result.
     :param tolerance: largest error over the largest entry of the gradient, in absolute values.
-    :param return_certificate: also return a `GradientCertificate`.
+    :param return_certificate: also return a :class:`GradientCertificate`.
     :param generator: source of the samples; None is a fresh one with a fixed seed.
-    :raises ValueError: as `dit_loss`, and for a tolerance that is not positive or below the rounding of the dtype.
+    :raises ValueError: as :func:`dit_loss`; a tolerance that is not positive, or below the rounding of the dtype.
     """
     inputs = {"W": W, "A1": A1, "A2": A2, "A3": A3, "W_OV": W_OV, "Y": Y}
     require_inputs(scale, **inputs)
@@ -347,7 +347,7 @@ def certified_gradient(W, A1, A2, A3, W_OV, Y, scale, tolerance, generator) -> t
 
 
 def largest_rank(layer: Layer, samples: int) -> int:
-    """The rank at which the low-rank method is expected to cost `WORTHWHILE` of the exact one; 0 if there is none."""
+    """The rank at which the low-rank method is expected to cost ``WORTHWHILE`` of the exact one; 0 if there is none."""
     L1, L2, d = len(layer.queries), len(layer.keys), layer.keys.shape[-1]
     linear = (L1 + L2) * (FEATURE + COLUMN * (1 + layer.h.shape[-1]) * (1 + d))
     spare = PAIR * L2 * (WORTHWHILE * L1 - samples)
@@ -403,7 +403,7 @@ class Search:
         return L1 * terms.mean(dim=0), L1 * terms.std(dim=0) * math.sqrt(1 / len(terms) - 1 / L1)
 
     def sampled_error(self, attempt: Attempt, before: Attempt) -> float:
-        """See `GradientCertificate`. Entries whose error stands out from the noise count as they are."""
+        """See :class:`GradientCertificate`. Entries whose error stands out from the noise count as they are."""
         shrunk = attempt.errors.norm() / before.errors.norm()
         # With errors T and T', T = shrunk T', the gradients differ by at least (1 / shrunk - 1) T.
         carried = (attempt.gradient - before.gradient).abs().max() * shrunk / (1 - shrunk).clamp_min(0)
@@ -452,7 +452,7 @@ def worst_case(f: Factors, A1: Tensor, layer: Layer, size: Tensor) -> float | No
     at most eps H a (2 d H + (3 + eps) sum_l abs c_jl): f and c are changed one after the other in
     sum_k f_jk (c_j h_k) A2_k - (c_j (f h)_j) (f A2)_j. The sum over j takes the column sums of abs A1 (erratum 35).
 
-    Source: Theorem 4.1, book-5
+    Source: Theorem 4.1, Book 5
     """
     epsilon = residual_bound(f)
     if epsilon is None:
@@ -478,7 +478,7 @@ def trainable_attention(
     tolerance: float | int = 1e-3,
     generator: Generator | None = None,
 ) -> Float[Tensor, "*batch L1 dv"]:
-    """`ditbook.attention.almost_linear_attention` with gradients for q, k and v, almost linear as well.
+    """:func:`~ditbook.attention.almost_linear_attention` with gradients for q, k and v, almost linear as well.
 
     The backward pass has factors of its own. At random queries and keys its gradients are compared with exact ones:
     root mean square errors must stay below ``tolerance`` times the root mean squares, or the head's gradients are
@@ -488,8 +488,8 @@ def trainable_attention(
 
     :param q: queries, ``(..., L1, d)``, as k and v float32 or float64.
     :param scale: factor of the logits; None means 1/sqrt(d).
-    :param tolerance: of the output as in `almost_linear_attention`; of the gradients as above.
-    :raises ValueError: as `almost_linear_attention`.
+    :param tolerance: of the output as in :func:`~ditbook.attention.almost_linear_attention`; of the gradients as above.
+    :raises ValueError: as :func:`~ditbook.attention.almost_linear_attention`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     generator = torch.Generator().manual_seed(0) if generator is None else generator
@@ -497,10 +497,11 @@ def trainable_attention(
 
 
 class AlmostLinearAttention(torch.autograd.Function):
-    """Forward: `almost_linear_attention`. Backward: `attention_gradients`, head by head."""
+    """What :func:`trainable_attention` applies; second derivatives are refused."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, tolerance, generator):
+        """:func:`~ditbook.attention.almost_linear_attention`."""
         output = almost_linear_attention(q, k, v, scale, tolerance, generator=generator)
         ctx.save_for_backward(q, k, v)
         # A copy: going backwards twice gives the same gradients.
@@ -510,6 +511,7 @@ class AlmostLinearAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, c):
+        """:func:`attention_gradients`, head by head."""
         inputs, (scale, tolerance, generator) = ctx.saved_tensors, ctx.options
         options = scale, tolerance, generator.clone_state()
         heads = zip(*(x.reshape(-1, *x.shape[-2:]) for x in (*inputs, c)), strict=True)
