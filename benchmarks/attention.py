@@ -7,30 +7,20 @@ changed. Prints ratios: exact seconds over seconds, at the error reached.
 """
 
 import argparse
-import csv
 import itertools
 import math
-import os
-import platform
-import resource
-import subprocess
-import sys
 import time
 from functools import cache
-from pathlib import Path
 
-import numpy as np
 import torch
+from _common import THREADS, Record, exponent, extra_memory, resident, verdict
 from performer_pytorch import FastAttention
-from scipy.stats import linregress, t
 from torch.nn.functional import scaled_dot_product_attention
 
 from ditbook import attention
 from ditbook.attention import EXTREMES, TESTS, almost_linear_attention, exp_factors, key_moments, smallest_rank
 
-RESULTS = Path(__file__).with_name("results.csv")
-COLUMNS = ["benchmark", "method", "L", "d", "B", "quantity", "value", "note", "machine", "versions", "commit"]
-THREADS, TOLERANCE = 2, 1e-3
+TOLERANCE = 1e-3
 LENGTHS, SIZES, NORMS = [2**e for e in range(12, 20)], (4, 8, 16), (0.5, 0.7, 1.0, 2.0)
 # Exact attention is measured up to here; beyond, its time is multiplied by four for every doubling, and cases that
 # were answered exactly at this length are left out (minutes each, and nothing new).
@@ -126,69 +116,12 @@ class Truth:
         return float(gap) if gap.isfinite() else math.inf
 
 
-def resident() -> int:
-    """Largest resident size of this process so far, bytes (Linux counts KiB, macOS bytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def extra_memory(L: int, d: int, B: float) -> float:
-    """GiB that a call adds to inputs and libraries, in a process of its own."""
-    command = [sys.executable, __file__, "--memory", str(L), str(d), str(B)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 2**30
-
-
 def print_memory(L: int, d: int, B: float) -> None:
     almost_linear_attention(*inputs(4096, d, B), 1.0)  # libraries allocate on first use
     q, k, v = inputs(L, d, B)
     before = resident()
     almost_linear_attention(q, k, v, 1.0, TOLERANCE)
     print(resident() - before)
-
-
-# --- the record -------------------------------------------------------------------------------------------------
-
-
-class Record:
-    """Rows of ``results.csv``; those of this benchmark are kept while code, machine and versions are the same."""
-
-    def __init__(self):
-        processor = next(
-            (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-            platform.processor() or platform.machine(),
-        )
-        code = ["git", "log", "-1", "--format=%h", "--", attention.__file__, __file__]
-        commit = subprocess.run(code, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
-        self.origin = {
-            "machine": f"{processor}, {os.cpu_count()} cores, {THREADS} threads",
-            "versions": f"python {platform.python_version()}, torch {torch.__version__.split('+')[0]}",
-            "commit": commit or "unknown",
-        }
-        rows = list(csv.DictReader(RESULTS.open())) if RESULTS.exists() else []
-        self.rows = [
-            row
-            for row in rows
-            if row["benchmark"] != "attention" or all(row[name] == value for name, value in self.origin.items())
-        ]
-
-    def get(self, method: str, L: int, d: int, B: float, quantity: str) -> float | None:
-        key = ["attention", method, str(L), str(d), str(B), quantity]
-        return next((float(row["value"]) for row in self.rows if [row[c] for c in COLUMNS[:6]] == key), None)
-
-    def add(self, method: str, L: int, d: int, B: float, note: str = "", **quantities: float) -> None:
-        for quantity, value in quantities.items():
-            values = ["attention", method, L, d, B, quantity, f"{value:.5g}", note, *self.origin.values()]
-            self.rows.append(dict(zip(COLUMNS, map(str, values), strict=True)))
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-
-    def series(self, method: str, d: int, B: float, quantity: str, lengths) -> list[float]:
-        return [self.get(method, L, d, B, quantity) for L in lengths]
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 # --- the measurements -------------------------------------------------------------------------------------------
@@ -279,19 +212,7 @@ def machine_limit(d: int, rank: int, L: int) -> float:
     return each * L * (TESTS + 2 * EXTREMES + 2 * rank)
 
 
-def exponent(lengths, times) -> tuple[float, float, float]:
-    """Slope of log time in log L with its 95% interval."""
-    fit = linregress(np.log(lengths), np.log(times))
-    half = t.ppf(0.975, len(lengths) - 2) * fit.stderr
-    return fit.slope, fit.slope - half, fit.slope + half
-
-
 # --- the report -------------------------------------------------------------------------------------------------
-
-
-def verdict(what: str, value: float, bar: float, at_least: bool) -> None:
-    met = value >= bar if at_least else value <= bar
-    print(f"{'met' if met else 'MISSED':6s} {what}: {value:.3g} ({'at least' if at_least else 'at most'} {bar:g})")
 
 
 def report(record: Record, lengths) -> None:
@@ -308,12 +229,12 @@ def report(record: Record, lengths) -> None:
     if len(fitted) > 2:
         for d, B in itertools.product(SIZES, NORMS):
             if all(record.get("almost-linear", L, d, B, "fast") == 1 for L in fitted):
-                slope, low, high = exponent(fitted, record.series("almost-linear", d, B, "seconds", fitted))
+                slope, low, high = exponent(fitted, [record.get("almost-linear", L, d, B, "seconds") for L in fitted])
                 what = f"exponent in L, d = {d}, B = {B} (95% interval {low:.2f} to {high:.2f})"
                 verdict(what, slope, 1.1, at_least=False) if (d, B) == (8, 0.7) else print(
                     f"       {what}: {slope:.3g}"
                 )
-        slope, low, high = exponent(fitted, record.series("exact", 8, 0.7, "seconds", fitted))
+        slope, low, high = exponent(fitted, [record.get("exact", L, 8, 0.7, "seconds") for L in fitted])
         print(f"       exponent in L of exact attention: {slope:.3g} ({low:.2f} to {high:.2f})")
     memory = record.get("almost-linear", lengths[-1], 8, 0.7, "extra_memory")
     if memory is not None:
@@ -350,7 +271,7 @@ def main() -> None:
         L, d, B = arguments.memory
         return print_memory(int(L), int(d), B)
     lengths, sizes, norms = (LENGTHS[:5], (8,), (0.5, 0.7)) if arguments.quick else (LENGTHS, SIZES, NORMS)
-    record = Record()
+    record = Record("attention", [attention.__file__, __file__])
     print(", ".join(record.origin.values()))
     print("      L   d    B  method      rank     error   seconds   exact: | Taylor: degree, ratio, error | Performer")
     for L, d, B in itertools.product(lengths, sizes, norms):
@@ -358,7 +279,7 @@ def main() -> None:
         if record.get("almost-linear", L, d, B, "seconds") is None and not out_of_reach:
             measure(record, L, d, B)
     if record.get("almost-linear", lengths[-1], 8, 0.7, "extra_memory") is None:
-        record.add("almost-linear", lengths[-1], 8, 0.7, extra_memory=extra_memory(lengths[-1], 8, 0.7))
+        record.add("almost-linear", lengths[-1], 8, 0.7, extra_memory=extra_memory(__file__, lengths[-1], 8, 0.7))
     for d, B in itertools.product((4, 8), (0.5, 0.7, 1.0)):
         if record.get("factors", 2048, d, B, "rank") is None:
             measure_floor(record, d, B)

@@ -8,28 +8,19 @@ hardest. Autograd is measured up to 2^15 and multiplied by four for every doubli
 """
 
 import argparse
-import csv
 import math
-import os
-import platform
-import resource
-import subprocess
-import sys
 import time
 from functools import cache
-from pathlib import Path
 
-import numpy as np
 import torch
-from scipy.stats import linregress, t
+from _common import THREADS, Record, exponent, extra_memory, resident, verdict
 from torch.nn.functional import scaled_dot_product_attention
 
+from ditbook import attention, gradient
 from ditbook.attention import softmax_attention
 from ditbook.gradient import almost_linear_gradient, dit_gradient
 
-RESULTS = Path(__file__).with_name("results.csv")
-COLUMNS = ["benchmark", "method", "L", "d", "B", "quantity", "value", "note", "machine", "versions", "commit"]
-THREADS, WIDTH, NORM, TOLERANCE = 2, 8, 0.7, 1e-2
+WIDTH, NORM, TOLERANCE = 8, 0.7, 1e-2
 LENGTHS = [2**e for e in range(10, 18)]
 LONGEST_EXACT, LONGEST_TRUTH = 2**15, 2**14
 TARGETS = ("another layer", "random")
@@ -77,11 +68,6 @@ def error(found, exact) -> float:
     return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
-def resident() -> int:
-    """Largest resident size of this process so far, bytes (Linux counts KiB, macOS bytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def print_memory(L: int) -> None:
     """Bytes that a call adds to inputs and libraries."""
     almost_linear_gradient(*inputs(4096, WIDTH, "random"), tolerance=TOLERANCE)  # libraries allocate on first use
@@ -89,45 +75,6 @@ def print_memory(L: int) -> None:
     before = resident()
     almost_linear_gradient(*case, tolerance=TOLERANCE)
     print(resident() - before)
-
-
-def extra_memory(L: int) -> float:
-    """GiB, in a process of its own."""
-    command = [sys.executable, __file__, "--memory", str(L)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 2**30
-
-
-class Record:
-    """The rows of this benchmark in ``results.csv``, replaced by those of this run; other benchmarks' rows stay."""
-
-    def __init__(self):
-        cpu = [line.split(":")[1].strip() for line in lines("/proc/cpuinfo") if line.startswith("model name")]
-        commit = subprocess.run(
-            ["git", "log", "-1", "--format=%h", "--", "ditbook", __file__],
-            capture_output=True,
-            text=True,
-            cwd=RESULTS.parents[1],
-        )
-        self.origin = {
-            "machine": f"{(cpu or [platform.machine()])[0]}, {os.cpu_count()} cores, {THREADS} threads",
-            "versions": f"python {platform.python_version()}, torch {torch.__version__.split('+')[0]}",
-            "commit": commit.stdout.strip() or "unknown",
-        }
-        rows = list(csv.DictReader(RESULTS.open())) if RESULTS.exists() else []
-        self.rows = [row for row in rows if row["benchmark"] != "gradient"]
-
-    def add(self, method: str, L: int, d: int, note: str, **quantities: float) -> None:
-        for quantity, value in quantities.items():
-            row = ["gradient", method, L, d, NORM, quantity, f"{value:.5g}", note, *self.origin.values()]
-            self.rows.append(dict(zip(COLUMNS, map(str, row), strict=True)))
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-
-
-def lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def measure(record: Record, L: int, d: int, target: str, tolerance: float, exact_seconds: float) -> float:
@@ -140,7 +87,9 @@ def measure(record: Record, L: int, d: int, target: str, tolerance: float, exact
     reached = error(found, truth(L, d, target)) if true else certificate.sampled_error
     note = f"{target} target, tolerance {tolerance:g}, {certificate.method}, {'true' if true else 'estimated'} error"
     rank = certificate.rank or 0
-    record.add("almost-linear", L, d, note, seconds=own, error=reached, bound=certificate.confidence_bound, rank=rank)
+    record.add(
+        "almost-linear", L, d, NORM, note, seconds=own, error=reached, bound=certificate.confidence_bound, rank=rank
+    )
     print(
         f"{L:7d} {d:3d}  {target:14s}{tolerance:8.0e}  {certificate.method:9s}{rank:5d}{reached:10.1e} "
         f"{'true' if true else 'est.':5s}{own:9.3f}{exact_seconds / own:9.1f}",
@@ -157,20 +106,8 @@ def autograd_seconds(L: int, d: int) -> float:
 def time_autograd(record: Record, L: int, d: int) -> float:
     measured = min(L, LONGEST_EXACT)
     time_taken = autograd_seconds(measured, d) * (L / measured) ** 2
-    record.add("autograd", L, d, "extrapolated" if measured < L else "", seconds=time_taken)
+    record.add("autograd", L, d, NORM, "extrapolated" if measured < L else "", seconds=time_taken)
     return time_taken
-
-
-def exponent(lengths, times) -> str:
-    """Slope of log time in log L with its 95% interval."""
-    fit = linregress(np.log(lengths), np.log(times))
-    half = t.ppf(0.975, len(lengths) - 2) * fit.stderr
-    return f"{fit.slope:.2f} (95% interval {fit.slope - half:.2f} to {fit.slope + half:.2f})"
-
-
-def verdict(what: str, value: float, bar: float, at_least: bool) -> None:
-    met = value >= bar if at_least else value <= bar
-    print(f"{'met' if met else 'MISSED':6s} {what}: {value:.3g} ({'at least' if at_least else 'at most'} {bar:g})")
 
 
 def main() -> None:
@@ -182,7 +119,8 @@ def main() -> None:
     if arguments.memory:
         return print_memory(arguments.memory)
     lengths = LENGTHS[:5] if arguments.quick else LENGTHS
-    record = Record()
+    record = Record("gradient", [attention.__file__, gradient.__file__, __file__])
+    record.rows = [row for row in record.rows if row["benchmark"] != "gradient"]  # a run of minutes starts afresh
     print(", ".join(record.origin.values()))
     print("      L   d  target        tolerance  method    rank     error        seconds  autograd:")
     exact, own = {}, {}
@@ -196,8 +134,8 @@ def main() -> None:
             time_exact = exact[CURVE_LENGTH] if d == WIDTH else time_autograd(record, CURVE_LENGTH, d)
             for tolerance in tolerances:
                 measure(record, CURVE_LENGTH, d, "another layer", tolerance, time_exact)
-    memory = extra_memory(lengths[-1])
-    record.add("almost-linear", lengths[-1], WIDTH, "random target", extra_memory=memory)
+    memory = extra_memory(__file__, lengths[-1])
+    record.add("almost-linear", lengths[-1], WIDTH, NORM, "random target", extra_memory=memory)
     print(f"\nBars (d = {WIDTH}, B = {NORM}, tolerance {TOLERANCE:g}, float32)")
     for L, bar in ((2**14, 5), (2**17, 40)):
         for target in TARGETS:
@@ -206,8 +144,9 @@ def main() -> None:
     fitted = [L for L in lengths if L >= 2**13]  # shorter ones are computed exactly
     for target in TARGETS:
         if len(fitted) > 2:
-            fit = exponent(fitted, [own[target, L] for L in fitted])
-            print(f"       time exponent, {target} target: {fit}, at most 1.15")
+            slope, low, high = exponent(fitted, [own[target, L] for L in fitted])
+            what = f"time exponent, {target} target (95% interval {low:.2f} to {high:.2f})"
+            verdict(what, slope, 1.15, at_least=False)
     verdict(f"extra memory in GiB at L = {lengths[-1]}", memory, 1, False)
 
 

@@ -517,10 +517,19 @@ def factorise(centred: Centred, rank: int, generator: Generator) -> Factors:
     threshold = torch.finfo(pivots.dtype).eps ** DEPENDENT
     core, failed = torch.linalg.cholesky_ex(gram)
     if failed or core.diagonal().min() ** 2 <= threshold:
-        loaded = torch.linalg.cholesky(gram + threshold / 10 * torch.eye(len(gram)).to(gram))
-        keep = loaded.diagonal().square() > threshold
-        pivots, core = pivots[keep], torch.linalg.cholesky(gram[keep][:, keep])
+        load = threshold / 10
+        keep = _cholesky(gram + load * torch.eye(len(gram)).to(gram), load).diagonal().square() > threshold
+        pivots, core = pivots[keep], _cholesky(gram[keep][:, keep], load)
     return Factors(queries, keys, (log_weights - log_weights.max()).exp(), pivots, core)
+
+
+def _cholesky(gram: Tensor, load: float) -> Tensor:
+    """The Cholesky factor; of a loaded matrix where rounding left no other. The residual stays a positive kernel."""
+    core, failed = torch.linalg.cholesky_ex(gram)
+    while failed:
+        core, failed = torch.linalg.cholesky_ex(gram + load * torch.eye(len(gram)).to(gram))
+        load *= 10
+    return core
 
 
 def choose_pivots(sample: Tensor, rank: int) -> Tensor:

@@ -313,6 +313,19 @@ def test_factors_give_the_softmax_matrix_within_the_residual_bound(inputs, gener
         assert (H.sum(-1) <= 0).any()
 
 
+def test_pivots_that_rounding_makes_dependent_leave_usable_factors():
+    """Many pivots in few dimensions: the Gram matrix of what is kept may still be indefinite by rounding."""
+    for seed in (26, 27, 28):
+        g = torch.Generator().manual_seed(seed)
+        q, k = (0.7 * (2 * torch.rand(500, 2, generator=g, dtype=torch.float64) - 1) for _ in "qk")
+        v = values(500, 2, g)
+        factors = exp_factors(q, k, 64, 1.0)
+        assert error(low_rank_attention(factors, key_moments(factors, v)), q, k, v) <= 1e-8
+    indefinite = torch.tensor([[1.0, 1.0], [1.0, 1.0 - 1e-12]], dtype=torch.float64)
+    core = attention._cholesky(indefinite, 1e-10)
+    torch.testing.assert_close(core @ core.mT, indefinite, atol=1e-8, rtol=0)
+
+
 def test_leading_factors_are_factors(generator):
     q, k = uniform(300, 4, generator)
     factors = exp_factors(q, k, 48, 1.0).truncate(20)
