@@ -47,6 +47,8 @@ from ditbook.attention import (
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 # Degrees are tried up to this one; more features than that many give are of no use at any length.
 LARGEST_DEGREE = 32
+# Beyond this bound of the logits no method is tried: exp overflows on the way to its polynomial.
+LARGEST_LOGIT = 200.0
 
 
 @dataclass(frozen=True)
@@ -409,7 +411,9 @@ def reason_for_exact(call: Call) -> str:
         return "a gradient is required"
     if q.shape[-2] * k.shape[-2] < MIN_GAIN * OVERHEAD:
         return "too short to gain"
-    return "" if all(t.isfinite().all() for t in call.inputs) else "entries that are not finite"
+    if not all(t.isfinite().all() for t in call.inputs):
+        return "entries that are not finite"
+    return "logits far too large" if norm_bounds(q, k).max() * abs(call.logit_scale) > LARGEST_LOGIT else ""
 
 
 def norm_bounds(q: Tensor, k: Tensor) -> Tensor:

@@ -444,6 +444,10 @@ def not_finite(q, k, v):
     return F.scaled_dot_product_attention(q.masked_fill(q > 1, math.inf), k, v)
 
 
+def enormous(q, k, v):
+    return F.scaled_dot_product_attention(1e5 * q, k, v)
+
+
 def outside_the_regime(q, k, v):
     return F.scaled_dot_product_attention(30 * q, k, v)
 
@@ -460,6 +464,7 @@ def outside_the_regime(q, k, v):
         (short, "too short to gain"),
         (shared, "shared"),
         (not_finite, "not finite"),
+        (enormous, "logits far too large"),
         (outside_the_regime, "no rank worth its cost meets the tolerance"),
     ],
 )
@@ -483,3 +488,35 @@ def test_a_dit_with_small_logits_is_sped_up():
             output = forward()
     assert [(record.shape, record.fast_share) for record in report.records] == [((2, 2, 4096, 4), 1.0)]
     assert 0 < float((output - exact).abs().max()) <= 1e-2
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------
+
+
+def without_scale(q, k, scale, right=audit.largest_logits):
+    return right(q, k, 1.0)
+
+
+def first_block_only(q, k, scale, right=audit.largest_logits):
+    return right(q[:, :10], k, scale)
+
+
+@pytest.mark.parametrize("wrong", [without_scale, first_block_only])
+def test_the_chapter_refuses_wrong_logits(wrong, rejects):
+    rejects("5-design", "section-5", {"ditbook.audit.largest_logits": wrong})
+
+
+def test_the_chapter_refuses_a_context_that_leaves_its_hook(rejects, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", imported_by_name)  # put back when the test ends
+    leave = audit.AttentionHook.__exit__
+
+    def forgetful(self, *exception):
+        hooked = F.scaled_dot_product_attention
+        leave(self, *exception)
+        F.scaled_dot_product_attention = hooked
+
+    rejects("5-design", "section-5", {"ditbook.audit.AttentionHook.__exit__": forgetful})
+
+
+def test_the_chapter_refuses_a_fast_method_that_forgets_the_mask(rejects):
+    rejects("5-design", "section-5", {"ditbook.audit.Call.obstacle": ""})
