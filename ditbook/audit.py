@@ -53,9 +53,9 @@ LARGEST_LOGIT = 200.0
 
 @dataclass(frozen=True)
 class Call:
-    """One call of ``scaled_dot_product_attention``: its arguments, and the function that was there before ours."""
+    """One call of ``scaled_dot_product_attention``: its arguments, and how to answer it as if nobody watched."""
 
-    exact: Callable[..., Tensor]
+    run: Callable[[], Tensor]
     query: Tensor
     key: Tensor
     value: Tensor
@@ -64,11 +64,6 @@ class Call:
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
-
-    def run(self) -> Tensor:
-        """The output as if nobody watched."""
-        options = {name: getattr(self, name) for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")}
-        return self.exact(self.query, self.key, self.value, **options)
 
     @property
     def logit_scale(self) -> float:
@@ -158,7 +153,7 @@ class AttentionHook(TorchFunctionMode, ABC):
             return exact(*args, **kwargs)
         self._busy = True
         try:
-            return self.answer(Call(exact, *args, **kwargs))
+            return self.answer(Call(partial(exact, *args, **kwargs), *args, **kwargs))
         finally:
             self._busy = False
 
@@ -241,6 +236,9 @@ class AttentionAudit(AttentionHook):
 
     def answer(self, call: Call) -> Tensor:
         output = call.run()
+        if any(t.numel() == 0 for t in call.inputs):
+            self.unseen[f"attention on empty tensors, queries {tuple(call.query.shape)}"] += 1
+            return output
         with torch.no_grad(), torch.autocast(output.device.type, enabled=False), torch._C.DisableTorchFunction():
             self.records.append(examine(call, self.tolerance))
         return output
@@ -262,7 +260,7 @@ class AttentionAudit(AttentionHook):
 def examine(call: Call, tolerance: float) -> AttentionRecord:
     """Measure one call."""
     q, k, v = call.heads
-    sizes = [float(t.abs().amax()) if t.numel() else 0.0 for t in (q, k, v)]
+    sizes = [float(t.abs().amax()) for t in (q, k, v)]
     logits = largest_logits(q, k, call.logit_scale)
     norms = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1) * abs(call.logit_scale)
     rank, degree, speedup = None, None, 1.0

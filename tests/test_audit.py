@@ -297,6 +297,14 @@ def test_a_softmax_of_ones_own_is_named(generator):
     assert "3 x: softmax of (2, 9, 9)" in str(seen)
 
 
+def test_empty_attention_is_named(generator):
+    q, k, v = tensors(2, 9, 4, generator=generator)
+    with AttentionAudit() as seen:
+        assert F.scaled_dot_product_attention(q[:, :0], k, v).shape == (2, 0, 4)
+    assert not seen.records
+    assert "empty" in str(seen)
+
+
 def test_a_model_without_attention_is_told_so(generator):
     with AttentionAudit() as seen:
         nn.Linear(3, 3)(torch.randn(3))
@@ -352,7 +360,7 @@ def test_a_context_entered_again_goes_on_with_its_records(generator):
 def test_a_replacement_that_was_there_before_stays_in_charge(generator, monkeypatch):
     q, k, v = tensors(2, 9, 4, generator=generator)
     with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", lambda query, key, value, **options: value)
+        patch.setattr(F, "scaled_dot_product_attention", lambda query, key, value: value)
         with AttentionAudit() as seen:
             assert F.scaled_dot_product_attention(q, k, v) is v
     assert len(seen.records) == 1
