@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from ditbook.attention import (
     AIM,
     CHUNK,
+    FINEST,
     FIRST_RANK,
     MIN_GAIN,
     OVERHEAD,
@@ -347,13 +348,13 @@ class AlmostLinear(AttentionHook):
         self.tolerance = _check_tolerance(tolerance)
 
     def answer(self, call: Call) -> Tensor:
-        reason, gain = reason_for_exact(call), 0.0
+        reason, gain = reason_for_exact(call, self.tolerance), 0.0
         if not reason:
             easiest = int(norm_bounds(*call.heads[:2]).argmin())
             first, certificate = self._attend(call, easiest)
             gain = certificate.predicted_gain
             if certificate.method == "exact":
-                reason = f"no rank worth its cost meets the tolerance (gain {gain:.2g})"
+                reason = f"no rank worth its cost meets the tolerance (gain {gain:.1f})"
         if reason:
             self.records.append(
                 AlmostLinearRecord(tuple(call.query.shape), call.key.shape[-2], "exact", None, 0.0, gain, 0.0, reason)
@@ -396,7 +397,7 @@ def almost_linear(tolerance: float = 1e-3) -> AlmostLinear:
     return AlmostLinear(tolerance)
 
 
-def reason_for_exact(call: Call) -> str:
+def reason_for_exact(call: Call, tolerance: float) -> str:
     """Why a call cannot or need not be sped up, as far as that shows before trying; empty if nothing speaks against."""
     q, k, _ = call.inputs
     if call.obstacle:
@@ -405,6 +406,8 @@ def reason_for_exact(call: Call) -> str:
         return "heads or batches that are shared"
     if torch.is_autocast_enabled(q.device.type) or {t.dtype for t in call.inputs} - {torch.float32, torch.float64}:
         return "less than single precision"
+    if tolerance < FINEST * torch.finfo(q.dtype).eps:
+        return f"tolerance too fine for {q.dtype}"
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.inputs):
         return "a gradient is required"
     if q.shape[-2] * k.shape[-2] < MIN_GAIN * OVERHEAD:

@@ -405,6 +405,12 @@ def test_calls_within_the_regime_are_fast_and_within_the_tolerance(dtype):
     assert str(report).startswith("2 of 2 calls in almost linear time")
 
 
+def test_a_tolerance_that_the_dtype_cannot_hold_is_named():
+    with almost_linear(1e-6) as report:
+        F.scaled_dot_product_attention(*easy(2048))
+    assert report.records[0].reason == "tolerance too fine for torch.float32"
+
+
 def test_heads_are_judged_one_by_one():
     q, k, v = easy(2048)
     q = q * torch.tensor([30.0, 1.0])[:, None, None]
