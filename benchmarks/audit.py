@@ -16,7 +16,7 @@ from torch import nn
 from ditbook.audit import AlmostLinear, AttentionAudit, Call
 
 THREADS, REPEATS, TOLERANCE = 2, 2, 1e-3
-SIDES, HEADS, HEAD_SIZE, GAIN = (64, 128), 2, 8, 0.5
+SIDES, HEADS, HEAD_SIZE, GAIN = (64, 96, 128), 2, 8, 0.5
 
 
 class CheckedAlmostLinear(AlmostLinear):
@@ -96,7 +96,7 @@ def main() -> None:
     with torch.no_grad():
         for side in SIDES:
             measure(side, GAIN)
-        measure(SIDES[0], 14 * GAIN)  # outside the regime
+        measure(SIDES[0], 6 * GAIN)  # outside the regime
 
 
 if __name__ == "__main__":

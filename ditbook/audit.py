@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from ditbook.attention import (
     AIM,
     CHUNK,
+    FINEST,
     FIRST_RANK,
     MIN_GAIN,
     OVERHEAD,
@@ -47,13 +48,15 @@ from ditbook.attention import (
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 # Degrees are tried up to this one; more features than that many give are of no use at any length.
 LARGEST_DEGREE = 32
+# Beyond this bound of the logits no method is tried: exp overflows on the way to its polynomial.
+LARGEST_LOGIT = 200.0
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of ``scaled_dot_product_attention``: its arguments, and the function that was there before ours."""
+    """One call of ``scaled_dot_product_attention``: its arguments, and how to answer it as if nobody watched."""
 
-    exact: Callable[..., Tensor]
+    run: Callable[[], Tensor]
     query: Tensor
     key: Tensor
     value: Tensor
@@ -62,11 +65,6 @@ class Call:
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
-
-    def run(self) -> Tensor:
-        """The output as if nobody watched."""
-        options = {name: getattr(self, name) for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")}
-        return self.exact(self.query, self.key, self.value, **options)
 
     @property
     def logit_scale(self) -> float:
@@ -156,7 +154,7 @@ class AttentionHook(TorchFunctionMode, ABC):
             return exact(*args, **kwargs)
         self._busy = True
         try:
-            return self.answer(Call(exact, *args, **kwargs))
+            return self.answer(Call(partial(exact, *args, **kwargs), *args, **kwargs))
         finally:
             self._busy = False
 
@@ -239,6 +237,9 @@ class AttentionAudit(AttentionHook):
 
     def answer(self, call: Call) -> Tensor:
         output = call.run()
+        if any(t.numel() == 0 for t in call.inputs):
+            self.unseen[f"attention on empty tensors, queries {tuple(call.query.shape)}"] += 1
+            return output
         with torch.no_grad(), torch.autocast(output.device.type, enabled=False), torch._C.DisableTorchFunction():
             self.records.append(examine(call, self.tolerance))
         return output
@@ -260,7 +261,7 @@ class AttentionAudit(AttentionHook):
 def examine(call: Call, tolerance: float) -> AttentionRecord:
     """Measure one call."""
     q, k, v = call.heads
-    sizes = [float(t.abs().amax()) if t.numel() else 0.0 for t in (q, k, v)]
+    sizes = [float(t.abs().amax()) for t in (q, k, v)]
     logits = largest_logits(q, k, call.logit_scale)
     norms = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1) * abs(call.logit_scale)
     rank, degree, speedup = None, None, 1.0
@@ -347,13 +348,13 @@ class AlmostLinear(AttentionHook):
         self.tolerance = _check_tolerance(tolerance)
 
     def answer(self, call: Call) -> Tensor:
-        reason, gain = reason_for_exact(call), 0.0
+        reason, gain = reason_for_exact(call, self.tolerance), 0.0
         if not reason:
             easiest = int(norm_bounds(*call.heads[:2]).argmin())
             first, certificate = self._attend(call, easiest)
             gain = certificate.predicted_gain
             if certificate.method == "exact":
-                reason = f"no rank worth its cost meets the tolerance (gain {gain:.2g})"
+                reason = f"no rank worth its cost meets the tolerance (gain {gain:.1f})"
         if reason:
             self.records.append(
                 AlmostLinearRecord(tuple(call.query.shape), call.key.shape[-2], "exact", None, 0.0, gain, 0.0, reason)
@@ -396,7 +397,7 @@ def almost_linear(tolerance: float = 1e-3) -> AlmostLinear:
     return AlmostLinear(tolerance)
 
 
-def reason_for_exact(call: Call) -> str:
+def reason_for_exact(call: Call, tolerance: float) -> str:
     """Why a call cannot or need not be sped up, as far as that shows before trying; empty if nothing speaks against."""
     q, k, _ = call.inputs
     if call.obstacle:
@@ -405,11 +406,15 @@ def reason_for_exact(call: Call) -> str:
         return "heads or batches that are shared"
     if torch.is_autocast_enabled(q.device.type) or {t.dtype for t in call.inputs} - {torch.float32, torch.float64}:
         return "less than single precision"
+    if tolerance < FINEST * torch.finfo(q.dtype).eps:
+        return f"tolerance too fine for {q.dtype}"
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.inputs):
         return "a gradient is required"
     if q.shape[-2] * k.shape[-2] < MIN_GAIN * OVERHEAD:
         return "too short to gain"
-    return "" if all(t.isfinite().all() for t in call.inputs) else "entries that are not finite"
+    if not all(t.isfinite().all() for t in call.inputs):
+        return "entries that are not finite"
+    return "logits far too large" if norm_bounds(q, k).max() * abs(call.logit_scale) > LARGEST_LOGIT else ""
 
 
 def norm_bounds(q: Tensor, k: Tensor) -> Tensor:

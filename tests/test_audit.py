@@ -297,6 +297,14 @@ def test_a_softmax_of_ones_own_is_named(generator):
     assert "3 x: softmax of (2, 9, 9)" in str(seen)
 
 
+def test_empty_attention_is_named(generator):
+    q, k, v = tensors(2, 9, 4, generator=generator)
+    with AttentionAudit() as seen:
+        assert F.scaled_dot_product_attention(q[:, :0], k, v).shape == (2, 0, 4)
+    assert not seen.records
+    assert "empty" in str(seen)
+
+
 def test_a_model_without_attention_is_told_so(generator):
     with AttentionAudit() as seen:
         nn.Linear(3, 3)(torch.randn(3))
@@ -352,7 +360,7 @@ def test_a_context_entered_again_goes_on_with_its_records(generator):
 def test_a_replacement_that_was_there_before_stays_in_charge(generator, monkeypatch):
     q, k, v = tensors(2, 9, 4, generator=generator)
     with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", lambda query, key, value, **options: value)
+        patch.setattr(F, "scaled_dot_product_attention", lambda query, key, value: value)
         with AttentionAudit() as seen:
             assert F.scaled_dot_product_attention(q, k, v) is v
     assert len(seen.records) == 1
@@ -395,6 +403,12 @@ def test_calls_within_the_regime_are_fast_and_within_the_tolerance(dtype):
         assert (record.fast_share, record.reason) == (1.0, "")
         assert record.sampled_error <= 5e-4
     assert str(report).startswith("2 of 2 calls in almost linear time")
+
+
+def test_a_tolerance_that_the_dtype_cannot_hold_is_named():
+    with almost_linear(1e-6) as report:
+        F.scaled_dot_product_attention(*easy(2048))
+    assert report.records[0].reason == "tolerance too fine for torch.float32"
 
 
 def test_heads_are_judged_one_by_one():
@@ -444,6 +458,10 @@ def not_finite(q, k, v):
     return F.scaled_dot_product_attention(q.masked_fill(q > 1, math.inf), k, v)
 
 
+def enormous(q, k, v):
+    return F.scaled_dot_product_attention(1e5 * q, k, v)
+
+
 def outside_the_regime(q, k, v):
     return F.scaled_dot_product_attention(30 * q, k, v)
 
@@ -460,6 +478,7 @@ def outside_the_regime(q, k, v):
         (short, "too short to gain"),
         (shared, "shared"),
         (not_finite, "not finite"),
+        (enormous, "logits far too large"),
         (outside_the_regime, "no rank worth its cost meets the tolerance"),
     ],
 )
@@ -483,3 +502,35 @@ def test_a_dit_with_small_logits_is_sped_up():
             output = forward()
     assert [(record.shape, record.fast_share) for record in report.records] == [((2, 2, 4096, 4), 1.0)]
     assert 0 < float((output - exact).abs().max()) <= 1e-2
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------
+
+
+def without_scale(q, k, scale, right=audit.largest_logits):
+    return right(q, k, 1.0)
+
+
+def first_block_only(q, k, scale, right=audit.largest_logits):
+    return right(q[:, :10], k, scale)
+
+
+@pytest.mark.parametrize("wrong", [without_scale, first_block_only])
+def test_the_chapter_refuses_wrong_logits(wrong, rejects):
+    rejects("5-design", "section-5", {"ditbook.audit.largest_logits": wrong})
+
+
+def test_the_chapter_refuses_a_context_that_leaves_its_hook(rejects, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", imported_by_name)  # put back when the test ends
+    leave = audit.AttentionHook.__exit__
+
+    def forgetful(self, *exception):
+        hooked = F.scaled_dot_product_attention
+        leave(self, *exception)
+        F.scaled_dot_product_attention = hooked
+
+    rejects("5-design", "section-5", {"ditbook.audit.AttentionHook.__exit__": forgetful})
+
+
+def test_the_chapter_refuses_a_fast_method_that_forgets_the_mask(rejects):
+    rejects("5-design", "section-5", {"ditbook.audit.Call.obstacle": ""})
