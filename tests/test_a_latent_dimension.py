@@ -1,11 +1,9 @@
 """The chapter on the latent dimension: each of its checks refuses a planted fault."""
 
-from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
-from ditbook.attention import centre
 from ditbook.transformer import ScoreNetwork, Transformer
 
 CHAPTER = "a-latent-dimension"
@@ -49,8 +47,8 @@ class TestPlantedFaults:
 
         rejects(CHAPTER, "erratum-33", {"ditbook.transformer.ScoreNetwork": wrong})
 
-    def test_a_fast_method_that_does_not_subtract_the_shift(self, rejects):
-        def wrong(q, k, scale, generator):
-            return replace(centre(q, k, scale, generator), queries=q * scale, keys=k, weights=k.new_ones(len(k)))
+    def test_a_shift_of_the_queries_without_its_weights_on_the_keys(self, rejects):
+        def unweighted(keys, shift):
+            return keys.new_ones(len(keys))
 
-        rejects(CHAPTER, "erratum-33", {"ditbook.attention.centre": wrong})
+        rejects(CHAPTER, "erratum-33", {"ditbook.attention.query_shift_weights": unweighted})
