@@ -685,6 +685,8 @@ def choose_polynomial(head: _Head) -> Polynomial | None:
     bound, d, (Lq, Lk) = head.centred.logit_bound, head.q.shape[-1], (len(head.q), len(head.k))
     # Terms as large as exp(bound) may cancel down to exp(-bound).
     rounding = 8 * torch.finfo(head.q.dtype).eps * math.exp(min(2 * bound, 700))
+    if 2 * rounding > ACCEPT * head.tolerance:
+        return None  # no degree is enough
     degree = 0
     while math.comb(d + degree, d) * (Lq + Lk) <= TESTS * Lk / 2:
         polynomial = exp_polynomial(bound, degree)

@@ -326,6 +326,14 @@ def test_pivots_that_rounding_makes_dependent_leave_usable_factors():
     torch.testing.assert_close(core @ core.mT, indefinite, atol=1e-8, rtol=0)
 
 
+def test_huge_logits_are_answered_exactly(generator):
+    q, k = uniform(2048, 4, generator)
+    v = values(2048, 4, generator)
+    output, certificate = almost_linear_attention(300 * q, 300 * k, v, 1.0, return_certificate=True)
+    assert certificate.method == "exact"
+    assert torch.equal(output, softmax_attention(300 * q, 300 * k, v, 1.0))
+
+
 def test_leading_factors_are_factors(generator):
     q, k = uniform(300, 4, generator)
     factors = exp_factors(q, k, 48, 1.0).truncate(20)
