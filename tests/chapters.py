@@ -10,6 +10,7 @@ import symtable
 from pathlib import Path
 
 import jupytext
+import torch
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -24,13 +25,17 @@ def run_claim(chapter: str, claim: str, **parameters) -> dict:
     """
     cells = [cell for cell in jupytext.read(NOTEBOOKS / f"{chapter}.md").cells if cell.cell_type == "code"]
     namespace: dict = {"__name__": "__chapter__"}
-    for cell in _needed(cells, claim):
-        exec(compile(cell.source, f"{chapter}.md", "exec"), namespace)
-        if "parameters" in cell.metadata.get("tags", []):
-            for name, value in parameters.items():
-                if name not in namespace:
-                    raise KeyError(f"{chapter} has no parameter {name}")
-                namespace[name] = value
+    dtype = torch.get_default_dtype()  # chapters set it; the next test must not notice
+    try:
+        for cell in _needed(cells, claim):
+            exec(compile(cell.source, f"{chapter}.md", "exec"), namespace)
+            if "parameters" in cell.metadata.get("tags", []):
+                for name, value in parameters.items():
+                    if name not in namespace:
+                        raise KeyError(f"{chapter} has no parameter {name}")
+                    namespace[name] = value
+    finally:
+        torch.set_default_dtype(dtype)
     return namespace
 
 
