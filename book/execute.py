@@ -214,9 +214,11 @@ def scrub(notebook):
         tags = cell.metadata.get("tags", [])
         if "injected-parameters" in tags:
             cell.metadata["tags"] = [*tags, "remove-cell"]
-        # Progress bars are for the terminal, not for the page.
+        # Progress bars, and the empty lines they leave, are for the terminal, not for the page.
         if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if not (o.output_type == "stream" and "\r" in o.get("text", ""))]
+            cell.outputs = [
+                o for o in cell.outputs if o.output_type != "stream" or ("\r" not in o.text and o.text.strip())
+            ]
         cells.append(cell)
     notebook.cells = cells
     return notebook

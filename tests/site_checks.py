@@ -6,15 +6,18 @@ Two families: checks of the HTML text (fast, no browser) and checks in Chromium.
 import re
 import shutil
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from axe_playwright_python.sync_playwright import Axe
 from bs4 import BeautifulSoup
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 WIDTHS = (390, 768, 1440)
 THEMES = ("light", "dark")
+# Milliseconds that the theme may take, after a resize, to add tab stops to listings that scroll.
+PATIENCE = 6000
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -43,6 +46,7 @@ def raw_markup(soup: BeautifulSoup) -> list[str]:
         "raw option": r"(^|\s):(class|name|label|tags):\s",
         "traceback": r"Traceback \(most recent call last\)",
         "placeholder": r"<!-- generated",
+        "raw table": r"\|\s*[-–—:]+\s*\|",
     }
     text = article_text(soup)
     return [f"{what}: …{m[0].strip()}…" for what, pattern in patterns.items() for m in [re.search(pattern, text)] if m]
@@ -113,7 +117,14 @@ def _has_id(file: Path, id: str) -> bool:
     return f'id="{id}"' in file.read_text()
 
 
-TEXT_CHECKS = (raw_markup, duplicate_ids, external_resources, pictures_without_words, search_boxes)
+def stray_outputs(soup: BeautifulSoup) -> list[str]:
+    """What a cell prints by accident: the representation of an object, or a warning with a path."""
+    pattern = r"^\s*(Text\(|<[\w.]+( object)? at 0x|\[?<matplotlib|.*\b\w*Warning:)"
+    outputs = (part.get_text() for part in soup.select(".cell_output pre"))
+    return [f"stray output: {text.strip()[:60]}" for text in outputs if re.search(pattern, text)]
+
+
+TEXT_CHECKS = (raw_markup, stray_outputs, duplicate_ids, external_resources, pictures_without_words, search_boxes)
 
 
 # --- in the browser ------------------------------------------------------------------------------------------------
@@ -150,10 +161,10 @@ def outside_requests(requests: list[str]) -> list[str]:
 def overflows(page) -> list[str]:
     """Elements that make the page wider than the window, at every width and in both themes."""
     found = []
-    for theme in THEMES:
-        set_theme(page, theme)
-        for width in WIDTHS:
-            page.set_viewport_size({"width": width, "height": 900})
+    for width in WIDTHS:  # the outer loop: a change of width lays the page out anew, a change of colours does not
+        page.set_viewport_size({"width": width, "height": 900})
+        for theme in THEMES:
+            set_theme(page, theme)
             excess = page.evaluate("() => document.documentElement.scrollWidth - window.innerWidth")
             if excess > 0:
                 found.append(f"{excess} px too wide at {width} px, {theme}: {page.evaluate(WIDEST)}")
@@ -179,6 +190,7 @@ PRUNE = """() => {
 
 def accessibility(page) -> list[str]:
     """Serious and critical findings of axe: scrolling on a phone, all rules in the light theme, colours in the dark."""
+    narrow(page)
     found = _axe(page, "light", WIDTHS[0], ["scrollable-region-focusable", "meta-viewport"])
     page.evaluate(PRUNE)
     return found + _axe(page, "light", WIDTHS[-1]) + _axe(page, "dark", WIDTHS[-1], ["color-contrast"])
@@ -187,7 +199,7 @@ def accessibility(page) -> list[str]:
 def _axe(page, theme: str, width: int, rules: list[str] | None = None) -> list[str]:
     set_theme(page, theme)
     page.set_viewport_size({"width": width, "height": 900})
-    page.wait_for_timeout(1500)  # as below: the theme follows a resize with a delay
+    page.wait_for_timeout(300)  # colours change over a moment
     # Preloading would wait for style sheets that a page opened from a file cannot fetch.
     options = {"resultTypes": ["violations"], "preload": False}
     if rules:
@@ -210,25 +222,34 @@ def unreadable_formulas(page) -> list[str]:
     return [f"not typeset: {text}" for text in raw] + [f"MathJax error: {text}" for text in errors]
 
 
+FOLDS = {
+    "article .admonition.dropdown > summary, article details > summary": "e => e.parentElement.open",
+    "article button.toggle-button": "e => !e.classList.contains('toggle-button-hidden')",
+}
+STUCK = """([selector, isOpen]) => {
+  const open = eval(isOpen);
+  const seen = [...document.querySelectorAll(selector)].filter(e => e.getClientRects().length);
+  const stuck = seen.filter(e => {
+    const before = open(e); e.click(); const once = open(e); e.click();
+    return once === before || open(e) !== before;
+  });
+  return stuck.map(e => e.parentElement.textContent.trim().slice(0, 50));
+}"""
+
+
 def stuck_folds(page) -> list[str]:
-    """Folded boxes and details that do not open on Enter or do not close again."""
+    """Folded boxes and details that do not open and close again: all by click, the first of a kind also on Enter."""
     page.set_viewport_size({"width": WIDTHS[-1], "height": 900})
     found = []
-    for selector, is_open in (
-        ("article .admonition.dropdown > summary, article details > summary", "e => e.parentElement.open"),
-        ("article button.toggle-button", "e => !e.classList.contains('toggle-button-hidden')"),
-    ):
-        for handle in page.query_selector_all(selector):
-            if not handle.is_visible():
-                continue
-            before = handle.evaluate(is_open)
-            handle.press("Enter")
-            opened_once = handle.evaluate(is_open)
-            handle.press("Enter")
-            if opened_once == before or handle.evaluate(is_open) != before:
-                found.append(
-                    f"does not fold: {handle.evaluate('e => e.parentElement.textContent.trim().slice(0, 50)')}"
-                )
+    for selector, is_open in FOLDS.items():
+        found += [f"does not fold: {text}" for text in page.evaluate(STUCK, [selector, is_open])]
+        first = next((handle for handle in page.query_selector_all(selector) if handle.is_visible()), None)
+        if first is not None:
+            before = first.evaluate(is_open)
+            first.press("Enter")
+            if first.evaluate(is_open) == before:
+                found.append(f"does not open on Enter: {first.evaluate('e => e.textContent.trim().slice(0, 50)')}")
+            first.press("Enter")
     return found
 
 
@@ -245,17 +266,26 @@ def hidden_in_print(page) -> list[str]:
     return [f"folded in print: {text}" for text in found]
 
 
+UNREACHABLE = """() => [...document.querySelectorAll('article .table-scroll, article pre')].filter(
+  e => e.scrollWidth > e.clientWidth && e.tabIndex < 0).length"""
+
+
+def narrow(page) -> int:
+    """Make the window a phone's; the number of scrolling tables and listings that stay without a tab stop."""
+    set_theme(page, "light")
+    page.set_viewport_size({"width": WIDTHS[0], "height": 900})
+    page.wait_for_timeout(300)
+    with suppress(PlaywrightTimeout):
+        page.wait_for_function(f"() => ({UNREACHABLE})() === 0", timeout=PATIENCE)
+    return page.evaluate(UNREACHABLE)
+
+
 def unreachable_by_keyboard(page) -> list[str]:
     """The first Tab reaches a visible element, and scrolling regions can be focused."""
-    page.set_viewport_size({"width": WIDTHS[0], "height": 900})
-    page.wait_for_timeout(1500)  # the theme adds tab stops to scrolling listings a moment after a resize
+    regions = narrow(page)
     page.keyboard.press("Tab")
     focused = page.evaluate("() => document.activeElement !== document.body")
     found = [] if focused else ["Tab focuses nothing"]
-    regions = page.evaluate(
-        """() => [...document.querySelectorAll('article .table-scroll, article pre')].filter(
-              e => e.scrollWidth > e.clientWidth && e.tabIndex < 0).length"""
-    )
     return found + ([f"{regions} scrolling tables or listings cannot be focused"] if regions else [])
 
 
