@@ -53,4 +53,9 @@ if (map) {
 // Folded parts print open.
 window.addEventListener("beforeprint", () => {
   document.querySelectorAll("details:not([open])").forEach((part) => { part.open = true; });
+  window.dispatchEvent(new Event("resize"));
+});
+// An opened fold is narrower than a closed one: the theme must look again which listings scroll and need a tab stop.
+document.addEventListener("click", (event) => {
+  if (event.target.closest("summary, .toggle-button, .admonition-title")) window.dispatchEvent(new Event("resize"));
 });
