@@ -140,6 +140,7 @@ def opened(browser, url: str):
     page.goto(url, wait_until="load")
     page.wait_for_function("!window.MathJax || (MathJax.startup && MathJax.startup.promise)")
     page.evaluate("() => window.MathJax && MathJax.startup && MathJax.startup.promise")
+    page.add_style_tag(content="* { transition: none !important; animation: none !important }")
     try:
         yield page, requests
     finally:
@@ -199,7 +200,7 @@ def accessibility(page) -> list[str]:
 def _axe(page, theme: str, width: int, rules: list[str] | None = None) -> list[str]:
     set_theme(page, theme)
     page.set_viewport_size({"width": width, "height": 900})
-    page.wait_for_timeout(300)  # colours change over a moment
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     # Preloading would wait for style sheets that a page opened from a file cannot fetch.
     options = {"resultTypes": ["violations"], "preload": False}
     if rules:
