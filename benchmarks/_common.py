@@ -23,23 +23,24 @@ class Record:
 
     :param sources: files the measurements depend on. Rows of this benchmark are kept, so that a run that was stopped
         can go on, while the last commit of these files, the machine and the versions are the same.
+    :param resume: False drops the rows of this benchmark all the same.
     """
 
-    def __init__(self, benchmark: str, sources: Sequence[str]):
+    def __init__(self, benchmark: str, sources: Sequence[str], resume: bool = True):
         self.benchmark = benchmark
         self.origin = {"machine": machine(), "versions": versions(), "commit": last_commit(sources)}
         rows = list(csv.DictReader(RESULTS.open())) if RESULTS.exists() else []
         self.rows = [
             row
             for row in rows
-            if row["benchmark"] != benchmark or all(row[name] == value for name, value in self.origin.items())
+            if row["benchmark"] != benchmark
+            or (resume and all(row[name] == value for name, value in self.origin.items()))
         ]
 
-    def get(self, method: str, L: int, d: int, B: float, quantity: str, note: str | None = None) -> float | None:
-        """A recorded value; with ``note`` only one that carries it."""
+    def get(self, method: str, L: int, d: int, B: float, quantity: str) -> float | None:
+        """A recorded value of this benchmark."""
         key = [self.benchmark, method, str(L), str(d), str(B), quantity]
-        found = (row for row in self.rows if [row[column] for column in COLUMNS[:6]] == key)
-        return next((float(row["value"]) for row in found if note in (None, row["note"])), None)
+        return next((float(row["value"]) for row in self.rows if [row[c] for c in COLUMNS[:6]] == key), None)
 
     def add(self, method: str, L: int, d: int, B: float, note: str = "", **quantities: float) -> None:
         for quantity, value in quantities.items():

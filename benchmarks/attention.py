@@ -203,7 +203,7 @@ def measure_floor(record: Record, d: int, B: float) -> None:
 def machine_limit(d: int, rank: int, L: int) -> float:
     """Seconds of the bare products and powers of two of one call, on arrays that fit the cache."""
     rows, width = 2048, 256
-    x, table, values, block = torch.rand(rows, d + 2), torch.rand(d + 2, width), torch.rand(d + 1, rows), None
+    x, table, values = torch.rand(rows, d + 2), torch.rand(d + 2, width), torch.rand(d + 1, rows)
     block = torch.rand(rows, width)
     each = sum(
         seconds(step, 50) / (rows * width)

@@ -6,12 +6,11 @@ would show: at n = 30 it has 8 GiB. On a machine that others use, processor seco
 the clock; the exponent is fitted to them, the bar is held against the clock.
 """
 
-import math
-import resource
 import sys
 import time
 
 import torch
+from _common import exponent, resident
 from pysat.solvers import Cadical153
 
 from ditbook.hardness import orthogonal_vectors, random_formula, satisfiable
@@ -40,18 +39,6 @@ def solve(formula) -> bool:
         return solver.solve()
 
 
-def peak_memory() -> float:
-    """Largest resident size of this process so far, in GiB (Linux counts KiB, macOS bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
-
-
-def exponent(times: dict[int, float]) -> float:
-    """Slope of log time against log L."""
-    x, y = (torch.tensor([math.log(z) for z in side]) for side in (times.keys(), times.values()))
-    return float((x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) @ (x - x.mean())))
-
-
 def main(largest: int = 30) -> None:
     torch.set_num_threads(2)
     generator = torch.Generator().manual_seed(0)
@@ -61,7 +48,7 @@ def main(largest: int = 30) -> None:
     for n in range(min(24, largest), largest + 1, 2):
         formula = random_formula(n, round(RATIO * n), generator)
         decision, attention, work = timed(satisfiable, formula)
-        peak = peak_memory()
+        peak = resident() / 2**30
         pairs, search, _ = timed(count_pairs, formula)
         answer, solver, _ = timed(solve, formula)
         if (decision.satisfiable, decision.model_count) != (answer, pairs):
@@ -72,7 +59,9 @@ def main(largest: int = 30) -> None:
             f"{search:9.2f} {solver:9.4f} {attention / search:11.1f} {attention / solver:11.0f} {peak:9.2f}"
         )
     if len(works) > 2:
-        print(f"exponent of attention's processor time in L: {exponent(works):.2f} (2 expected)")
+        print(
+            f"exponent of attention's processor time in L: {exponent([*works], [*works.values()])[0]:.2f} (2 expected)"
+        )
     if n == 30:
         verdict = "met" if attention <= SECONDS and peak <= GIB else "MISSED"
         print(f"n = 30 in {attention:.1f} s and {peak:.2f} GiB; bar {SECONDS} s and {GIB} GiB: {verdict}")

@@ -4,11 +4,10 @@ Run with ``python benchmarks/universality.py`` (about half a minute, two threads
 function; 10,000 random points walk through all its layers.
 """
 
-import resource
-import sys
 import time
 
 import torch
+from _common import resident
 
 from ditbook.universality import construct
 
@@ -28,11 +27,6 @@ def timed(function, *arguments):
     return result, time.perf_counter() - start
 
 
-def peak_gib() -> float:
-    """Largest resident size of this process so far (Linux counts KiB, macOS bytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
-
-
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     print(f"{POINTS} points, {torch.get_num_threads()} threads")
@@ -42,11 +36,12 @@ def main() -> None:
         X = torch.rand(POINTS, L, d, dtype=torch.float64, generator=generator)
         output, run = timed(network, X)
         expected, look_up = timed(lambda X, n: target((torch.floor(X * n) + 0.5) / n), X, n)
+        peak = resident() / 2**30
         layers, gap = sum(network.layer_counts.values()), float((output - expected).abs().max())
         print(f"{d:2d} {L:2d} {n:4d} {layers:8d} {build:8.1f} {run:8.1f} {run / look_up:14.0f} {gap:12.1e}", end="")
-        print(f"{peak_gib():10.2f}")
+        print(f"{peak:10.2f}")
         if layers >= LAYERS:
-            met = run <= SECONDS and build <= BUILD_SECONDS and peak_gib() <= GIB
+            met = run <= SECONDS and build <= BUILD_SECONDS and peak <= GIB
             bars = f"{SECONDS} s to run, {BUILD_SECONDS} s to build, {GIB} GiB"
             print(f"{'met' if met else 'MISSED'}: {bars} for at least {LAYERS} layers")
 
