@@ -23,7 +23,6 @@ import jupytext
 import nbformat
 import papermill
 import yaml
-from ledger import records_of
 from papermill.exceptions import PapermillExecutionError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,11 +221,6 @@ def scrub(notebook):
         cells.append(cell)
     notebook.cells = cells
     return notebook
-
-
-def failed_claims(path: Path) -> list[str]:
-    """Ids of the failed claims whose records a partly executed notebook kept."""
-    return [record["id"] for _, record in records_of(nbformat.read(path, as_version=4)) if not record["passed"]]
 
 
 class _Lines:

@@ -23,10 +23,12 @@ def finish(site: Path, pages: list[str]) -> None:
 
 
 def mend(text: str) -> str:
-    """One page: permanent anchors on claim cards, no id twice, listings that scroll by keyboard, no false roles."""
+    """One page: anchors on claim cards, no id twice, scrolling by keyboard, no false roles, launch links."""
     text = re.sub(r"<pre(?=>| id=)", '<pre tabindex="0"', text)
     # The children of a citation list carry roles of their own, so the list must not claim to be one.
     text = re.sub(r'(<div[^>]*citation-list[^>]*) role="list"|(<div) role="list"([^>]*citation-list)', r"\1\2\3", text)
+    # The repository holds the text notebooks, the staged book their executed copies.
+    text = re.sub(r"(lab/tree/notebooks/[\w-]+)\.ipynb", r"\1.md", text)
     return unique_ids(anchor_claims(text))
 
 

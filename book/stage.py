@@ -21,8 +21,7 @@ def stage(ledger: Ledger, executed: dict[str, Path], commit: str, root: Path = R
     target = root / "_build" / "stage"
     shutil.rmtree(target, ignore_errors=True)
     (target / "notebooks").mkdir(parents=True)
-    config = yaml.safe_load((root / "_config.yml").read_text())
-    config["execute"] = {"execute_notebooks": "off"}
+    config = configure(yaml.safe_load((root / "_config.yml").read_text()))
     (target / "_config.yml").write_text(yaml.safe_dump(config))
     shutil.copy(root / "_toc.yml", target)
     shutil.copytree(root / "book", target / "book", ignore=shutil.ignore_patterns("__pycache__", "templates"))
@@ -38,6 +37,15 @@ def stage(ledger: Ledger, executed: dict[str, Path], commit: str, root: Path = R
         page.write_text(link_notebooks(fill(page.stem, page.read_text(), book), names))
     _require_pages(target, root)
     return target
+
+
+def configure(config: dict) -> dict:
+    """The staged configuration: nothing is executed; buttons that lead to a repository only if its address is given."""
+    config = config | {"execute": {"execute_notebooks": "off"}}
+    if config.get("repository", {}).get("url"):
+        config["html"] |= {"use_repository_button": True, "use_issues_button": True}
+        config["launch_buttons"] = {"notebook_interface": "jupyterlab", "binderhub_url": "https://mybinder.org"}
+    return config
 
 
 def decorate(notebook, ledger: Ledger, names: list[str]):

@@ -150,10 +150,10 @@ def almost_linear_attention(
     output = q.new_empty(len(flat[0]), q.shape[-2], v.shape[-1])
     certificates = []
     for index, (qh, kh, vh) in enumerate(zip(*flat, strict=True)):
-        output[index], certificate = _attend(_Head(qh, kh, vh, scale, tolerance, generator), return_certificate)
+        output[index], certificate = _attend(Head(qh, kh, vh, scale, tolerance, generator), return_certificate)
         certificates.append(certificate)
     output = output.reshape(*q.shape[:-1], v.shape[-1])
-    return (output, _worst(certificates)) if return_certificate else output
+    return (output, worst_certificate(certificates)) if return_certificate else output
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
@@ -169,7 +169,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(f"scale must be finite, got {scale}")
 
 
-def _worst(certificates: list[Certificate]) -> Certificate:
+def worst_certificate(certificates: list[Certificate]) -> Certificate:
     methods = {c.method for c in certificates}
     return Certificate(
         method=methods.pop() if len(methods) == 1 else "mixed",
@@ -202,7 +202,7 @@ class Tests:
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """One head of one call, with what its methods share, computed when first asked for."""
 
     q: Tensor
@@ -244,7 +244,7 @@ class _Head:
         return Certificate(method, logit_bound=self.centred.logit_bound, fast_share=share, **blank | fields)
 
 
-def _attend(head: _Head, certify: bool) -> tuple[Tensor, Certificate]:
+def _attend(head: Head, certify: bool) -> tuple[Tensor, Certificate]:
     """The polynomial method where it is sure to be the cheapest, else low rank, else exact attention."""
     gain = 0.0
     if head.tolerance >= FINEST * torch.finfo(head.q.dtype).eps:
@@ -258,7 +258,7 @@ def _attend(head: _Head, certify: bool) -> tuple[Tensor, Certificate]:
     return output, head.certificate("exact", predicted_gain=gain)
 
 
-def _by_polynomial(head: _Head, polynomial: "Polynomial", certify: bool) -> tuple[Tensor, Certificate]:
+def _by_polynomial(head: Head, polynomial: "Polynomial", certify: bool) -> tuple[Tensor, Certificate]:
     output = polynomial_attention(head.centred, head.v, polynomial)
     rank = polynomial.features(head.q.shape[-1])
     return output, head.certificate(
@@ -272,7 +272,7 @@ def _by_polynomial(head: _Head, polynomial: "Polynomial", certify: bool) -> tupl
     )
 
 
-def _by_low_rank(head: _Head) -> tuple[tuple[Tensor, Certificate] | None, float]:
+def _by_low_rank(head: Head) -> tuple[tuple[Tensor, Certificate] | None, float]:
     """The answer (None: no worthwhile rank meets the tolerance) and the predicted gain of the last rank considered.
 
     The rank is chosen on the small problem of the tests, for which any leading part of the factors is tried at little
@@ -296,7 +296,7 @@ def _by_low_rank(head: _Head) -> tuple[tuple[Tensor, Certificate] | None, float]
     return None, gain
 
 
-def _answer(head: _Head, factors: "Factors", moments: Tensor, tests: Tests, aim: float):
+def _answer(head: Head, factors: "Factors", moments: Tensor, tests: Tests, aim: float):
     """All outputs with their certificate, or None; and the tests, joined by the queries that looked worst.
 
     At the smallest rank that is good for the tests, or a larger one that costs little; and while the newly tested
@@ -680,7 +680,7 @@ class Polynomial:
         return math.comb(d + self.degree, d)
 
 
-def choose_polynomial(head: _Head) -> Polynomial | None:
+def choose_polynomial(head: Head) -> Polynomial | None:
     """The first even degree that meets the tolerance, if it costs at most half of the tests of the other method."""
     bound, d, (Lq, Lk) = head.centred.logit_bound, head.q.shape[-1], (len(head.q), len(head.k))
     # Terms as large as exp(bound) may cancel down to exp(-bound).

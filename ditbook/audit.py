@@ -35,14 +35,14 @@ from ditbook.attention import (
     MIN_GAIN,
     OVERHEAD,
     Certificate,
-    _Head,
-    _worst,
+    Head,
     almost_linear_attention,
     exp_polynomial,
     factorise,
     key_moments,
     leading_error,
     smallest_rank,
+    worst_certificate,
 )
 
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
@@ -267,7 +267,7 @@ def examine(call: Call, tolerance: float) -> AttentionRecord:
     rank, degree, speedup = None, None, 1.0
     if not call.obstacle and all(map(math.isfinite, sizes)):
         worst = int(logits.argmax())
-        head = _Head(q[worst], k[worst], v[worst], call.logit_scale, tolerance, torch.Generator().manual_seed(0))
+        head = Head(q[worst], k[worst], v[worst], call.logit_scale, tolerance, torch.Generator().manual_seed(0))
         rank, degree = estimate_rank(head), estimate_degree(head.centred.logit_bound, tolerance)
         speedup = predict_speedup(head, rank, degree)
     return AttentionRecord(
@@ -293,7 +293,7 @@ def largest_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.cat(largest) * abs(scale)
 
 
-def estimate_rank(head: _Head) -> int | None:
+def estimate_rank(head: Head) -> int | None:
     """Pivots that meet the head's tolerance at test queries, or None if all that are tried do not."""
     largest = min(FIRST_RANK, len(head.q), len(head.k))
     factors = factorise(head.centred, largest, head.generator)
@@ -314,7 +314,7 @@ def estimate_degree(logit_bound: float, tolerance: float) -> int | None:
     return next((g for g in degrees if exp_polynomial(logit_bound, g).error_bound <= tolerance / 2), None)
 
 
-def predict_speedup(head: _Head, rank: int | None, degree: int | None) -> float:
+def predict_speedup(head: Head, rank: int | None, degree: int | None) -> float:
     """Kernel evaluations of exact attention over those of the better method; 1 below what is worth it."""
     gains = [] if rank is None else [head.gain(rank)]
     gains += [] if degree is None else [head.gain(math.comb(head.q.shape[-1] + degree, degree), tests=0)]
@@ -363,7 +363,7 @@ class AlmostLinear(AttentionHook):
         heads = range(len(call.heads[0]))
         answers = [(first, certificate) if head == easiest else self._attend(call, head) for head in heads]
         outputs, certificates = zip(*answers, strict=True)
-        self._report(call, _worst(certificates))
+        self._report(call, worst_certificate(certificates))
         return torch.stack(outputs).reshape(*call.query.shape[:-1], call.value.shape[-1])
 
     def _attend(self, call: Call, head: int) -> tuple[Tensor, Certificate]:

@@ -469,7 +469,7 @@ def test_fault_certificate_computed_from_the_factors_it_certifies(monkeypatch):
         factors = factorise(head.centred, 64, torch.Generator().manual_seed(0))
         return attention.Tests(rows, low_rank_attention(factors, key_moments(factors, head.v))[rows])
 
-    monkeypatch.setattr(attention._Head, "test", by_the_factors)
+    monkeypatch.setattr(attention.Head, "test", by_the_factors)
     with pytest.raises(AssertionError):
         fast_and_accurate(uniform, 4)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import build
 import execute
+import ledger
 import nbformat
 import pytest
 import stage
@@ -170,7 +171,8 @@ def test_a_failing_claim_keeps_what_is_good_and_names_the_place(good, capfd):
     captured = capfd.readouterr()
     assert "notebooks/one.md, cell 3 (In [3]): claim a: gap is nan, expected at most 1" in captured.err
     partial = good / "_build" / "failed" / "quick" / "one.ipynb"
-    assert execute.failed_claims(partial) == ["a"]
+    records = ledger.records_of(nbformat.read(partial, as_version=4))
+    assert [record["id"] for _, record in records if not record["passed"]] == ["a"]
     assert str(partial.relative_to(good)) in captured.err
     executed = nbformat.read(good / "_build" / "executed" / "quick" / "two.ipynb", as_version=4)
     assert executed.metadata["ditbook"]["key"] == execute.run_key(two, {"scale": "quick"}, good)
@@ -200,6 +202,20 @@ def test_a_sphinx_warning_stops_the_build_and_keeps_the_site(good, capfd):
     assert "nowhere.md" in capfd.readouterr().err
     assert (good / "_build" / "html" / "index.html").read_bytes() == index
     page.write_text(before)
+
+
+def test_launch_buttons_appear_with_the_address_of_a_repository(good):
+    page, config = good / "_build" / "html" / "notebooks" / "one.html", good / "_config.yml"
+    assert "mybinder.org" not in page.read_text()
+    before = config.read_text()
+    config.write_text(before + "\nrepository: {url: https://github.com/someone/book, branch: main}\n")
+    assert build.main([], good) == 0
+    text = page.read_text()
+    assert "https://mybinder.org/v2/gh/someone/book/main?urlpath=lab/tree/notebooks/one.md" in text
+    assert "https://github.com/someone/book/issues/new" in text
+    config.write_text(before)
+    assert build.main([], good) == 0
+    assert "mybinder.org" not in page.read_text()
 
 
 def test_outside_a_checkout_the_commit_is_unknown(tmp_path, monkeypatch):
