@@ -13,7 +13,7 @@ book: $(READY)
 help:
 	@echo "make book   execute what changed and build the site (prints where it is)"
 	@echo "make test   lint, tests, the book, and the site in a browser"
-	@echo "make full   the book at the paper-like scale (hours)"
+	@echo "make full   the book at the paper-like scale, and once more to see that it repeats (hours)"
 	@echo "make lab    JupyterLab; the text notebooks open as notebooks"
 	@echo "make serve  the built site on http://localhost:8000"
 	@echo "make bench  side-by-side measurements (minutes to half an hour)"
@@ -28,6 +28,8 @@ test: lint book
 
 full: $(READY)
 	$(BIN)/python book/build.py --scale full
+	$(BIN)/python benchmarks/_runs.py full
+	DITBOOK_REPEAT=full $(BIN)/python -m pytest tests/test_repeat.py
 
 lab: $(READY)
 	$(BIN)/jupyter lab --ServerApp.root_dir=. notebooks
@@ -36,7 +38,7 @@ serve: book
 	$(BIN)/python -m http.server 8000 --bind localhost --directory _build/html
 
 bench: $(READY)
-	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; OMP_NUM_THREADS=2 $(BIN)/python $$script || exit 1; done
+	$(BIN)/python benchmarks/_runs.py bench
 
 clean:
 	rm -rf _build

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from _common import verdict
 
 from ditbook.diffusion import denoising_loss
 from ditbook.estimation import fit
@@ -21,6 +22,7 @@ from ditbook.sweep import sweep
 from ditbook.transformer import LatentTransformer, ScoreNetwork, Transformer
 
 MEMBERS, SAMPLES, STEPS, BATCH, RATE = 10, 1024, 40, 64, 3e-2
+RATIO = 1.5
 
 
 def law() -> SubspaceLaw:
@@ -70,7 +72,7 @@ def compare_training() -> None:
     shortest = {name: min(each[name] for each in rounds) for name in ways}
     together = shortest.pop("ensemble")
     for name, alone in shortest.items():
-        print(f"{MEMBERS} networks, batch {BATCH}: ensemble {alone / together:.1f} times as fast as {name}")
+        verdict(f"{MEMBERS} networks, batch {BATCH}: {name}, over ensemble", alone / together, RATIO, at_least=True)
 
 
 def one_error(n: int, seed: int) -> float:
@@ -94,7 +96,7 @@ def interrupt_and_resume() -> None:
         child.wait()
         kept = len(list(Path(cut).rglob("*.pkl")))
         same = study(cut) == study(whole)
-    print(f"sweep killed with {kept} of 12 results on disk: resumed, {'identical' if same else 'DIFFERENT'} numbers")
+    verdict(f"sweep killed with {kept} of 12 results on disk and resumed: identical numbers", same, True, at_least=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import time
 
 import torch
-from _common import exponent, resident
+from _common import exponent, resident, verdict
 from pysat.solvers import Cadical153
 
 from ditbook.hardness import orthogonal_vectors, random_formula, satisfiable
@@ -63,8 +63,8 @@ def main(largest: int = 30) -> None:
             f"exponent of attention's processor time in L: {exponent([*works], [*works.values()])[0]:.2f} (2 expected)"
         )
     if n == 30:
-        verdict = "met" if attention <= SECONDS and peak <= GIB else "MISSED"
-        print(f"n = 30 in {attention:.1f} s and {peak:.2f} GiB; bar {SECONDS} s and {GIB} GiB: {verdict}")
+        verdict("seconds at n = 30", attention, SECONDS, at_least=False)
+        verdict("GiB at n = 30", peak, GIB, at_least=False)
 
 
 if __name__ == "__main__":

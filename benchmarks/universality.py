@@ -7,7 +7,7 @@ function; 10,000 random points walk through all its layers.
 import time
 
 import torch
-from _common import resident
+from _common import resident, verdict
 
 from ditbook.universality import construct
 
@@ -41,9 +41,9 @@ def main() -> None:
         print(f"{d:2d} {L:2d} {n:4d} {layers:8d} {build:8.1f} {run:8.1f} {run / look_up:14.0f} {gap:12.1e}", end="")
         print(f"{peak:10.2f}")
         if layers >= LAYERS:
-            met = run <= SECONDS and build <= BUILD_SECONDS and peak <= GIB
-            bars = f"{SECONDS} s to run, {BUILD_SECONDS} s to build, {GIB} GiB"
-            print(f"{'met' if met else 'MISSED'}: {bars} for at least {LAYERS} layers")
+            verdict(f"seconds to run {layers} layers", run, SECONDS, at_least=False)
+            verdict("seconds to build them", build, BUILD_SECONDS, at_least=False)
+            verdict("GiB", peak, GIB, at_least=False)
 
 
 if __name__ == "__main__":

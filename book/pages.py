@@ -1,5 +1,6 @@
 """Pages and page pieces generated from registry and runs: badges, ledger, map, errata, headlines, gallery, runs."""
 
+import csv
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -164,13 +165,19 @@ def gallery_page(book: Book) -> str:
 
 
 def runs_page(book: Book) -> str:
-    """Time, memory, scale and seed of every chapter's run, the versions, the commit."""
+    """Time, memory, scale and seed of every chapter's run, the versions, the commit; and runs recorded earlier."""
+    with (book.folder / "_static" / "runs.csv").open() as file:
+        recorded = list(csv.DictReader(file))
+    titles = {run["chapter"]: run["title"] for run in book.runs}
     return _render(
         "runs.html",
         runs=book.runs,
         commit=book.commit,
         versions=book.runs[0]["versions"],
         platforms=sorted({run["platform"] for run in book.runs}),
+        titles=titles,
+        full=[row for name in titles for row in recorded if (row["kind"], row["name"]) == ("full", name)],
+        benchmarks=[row for row in recorded if row["kind"] == "bench"],
     )
 
 

@@ -178,6 +178,18 @@ def test_the_status_page_names_time_memory_scale_seed_versions_and_commit():
         assert part in page
 
 
+def test_the_status_page_shows_recorded_runs_in_the_order_of_the_book(tmp_path):
+    (tmp_path / "_static").mkdir()
+    rows = ["kind,name,seconds,peak_mib,note,machine,versions,commit", "full,one,77,333,,M,V,fedcba"]
+    rows += ["bench,attention,900,444,8 of 9 bars met,M,V,fedcbb", "full,gone,1,1,,M,V,fedcbc"]
+    (tmp_path / "_static" / "runs.csv").write_text("\n".join(rows))
+    page = pages.runs_page(book_of(ledger_of(*CHAIN), folder=tmp_path))
+    full, benchmarks = page.split("## The full scale, as recorded")[1].split("## The benchmarks, as recorded")
+    assert all(part in full for part in ("one.html", "77", "333", "fedcba"))
+    assert "fedcbc" not in page  # a chapter that is no longer there
+    assert all(part in benchmarks for part in ("attention", "900", "444", "8 of 9 bars met", "fedcbb"))
+
+
 # --- explorer -------------------------------------------------------------------------------------------------------
 
 
