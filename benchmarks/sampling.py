@@ -10,12 +10,13 @@ import torch
 from _common import verdict
 
 from ditbook.diffusion import ForwardProcess, sample_backward
+from ditbook.estimation import total_variation
 from ditbook.subspace import GaussianMixture, SubspaceLaw, random_subspace
 
 SAMPLES, T, T0 = 1_000_000, 5.0, 0.2
 STEPS = (0.4, 0.2, 0.1, 0.05)
 TV, SECONDS = 0.05, 60  # the bars for the finest step
-HALF_WIDTH, CELLS, FINE = 4.0, 40, 5
+GRID = {"radius": 4.0, "bins": 40}
 
 CLUSTERS = GaussianMixture(
     torch.tensor([0.4, 0.3, 0.3]),
@@ -24,36 +25,23 @@ CLUSTERS = GaussianMixture(
 )
 
 
-def cell_probabilities() -> torch.Tensor:
-    """P^h_T0 of the cells, by the midpoint rule on a grid FINE times finer; shape (CELLS, CELLS)."""
-    width = 2 * HALF_WIDTH / (CELLS * FINE)
-    ticks = width * (torch.arange(CELLS * FINE) + 0.5) - HALF_WIDTH
-    mass = CLUSTERS.log_density(torch.cartesian_prod(ticks, ticks), T0).exp() * width**2
-    return mass.reshape(CELLS, FINE, CELLS, FINE).sum((1, 3))
-
-
-def total_variation(h: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Distance on the grid, with what lies outside it as one more cell."""
-    index = ((h + HALF_WIDTH) * (CELLS / (2 * HALF_WIDTH))).floor().long()
-    index = index[((index >= 0) & (index < CELLS)).all(-1)]
-    counts = torch.bincount(index[:, 0] * CELLS + index[:, 1], minlength=CELLS**2)
-    found = (counts.double() / len(h)).reshape(CELLS, CELLS)
-    outside = (found.sum() - probabilities.sum()).abs()
-    return float((found - probabilities).abs().sum() + outside) / 2
+def distance_to_law(h: torch.Tensor) -> float:
+    """Total variation between latents h, (n, 2), and P^h_T0, on the cells of the grid."""
+    return total_variation(h, lambda at: CLUSTERS.log_density(at, T0), **GRID)
 
 
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
-    process, probabilities = ForwardProcess(), cell_probabilities().double()
+    process = ForwardProcess()
     law = SubspaceLaw(random_subspace(8, 2, generator=generator), CLUSTERS)
     exact = process.perturb(CLUSTERS.sample(SAMPLES, generator=generator), T0, generator=generator)
-    floor = total_variation(exact, probabilities)
+    floor = distance_to_law(exact)
     print(f"{SAMPLES} samples, T = {T:g}, T0 = {T0:g}, {torch.get_num_threads()} threads, sampling floor {floor:.4f}")
     print(f"{'step':>6}{'evaluations':>13}{'TV':>9}{'TV / floor':>12}{'seconds':>9}")
     for step in STEPS:
         start = time.perf_counter()
         samples = sample_backward(law.score, process, (SAMPLES, 8), T, T0, step, generator=generator)
-        distance, seconds = total_variation(samples @ law.basis, probabilities), time.perf_counter() - start
+        distance, seconds = distance_to_law(samples @ law.basis), time.perf_counter() - start
         evaluations = round((T - T0) / step)
         print(f"{step:6g}{evaluations:13d}{distance:9.4f}{distance / floor:12.2f}{seconds:9.1f}", flush=True)
     verdict("total variation at the finest step", distance, TV, at_least=False)

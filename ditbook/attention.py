@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ditbook.shapes import typed
+from ditbook.inputs import require_inputs, require_precision, require_tolerance, typed
 
 # Queries whose exact output certifies a call: random ones, and twice as many as EXTREMES that are likely to be worst.
 TESTS, EXTREMES, SHORTLIST = 256, 32, 1024
@@ -94,7 +94,7 @@ def softmax_attention(
 
     Source: Problem 2, Equation 4.5
     """
-    _check_inputs(q, k, v, scale)
+    require_inputs(scale, q=q, k=k, v=v)
     heads, (Lq, d), Lk = q.shape[:-2].numel(), q.shape[-2:], k.shape[-2]
     # Four dimensions are what torch's fused kernel asks for.
     q4, k4, v4 = (t.reshape(1, heads, *t.shape[-2:]) for t in (q, k, v))
@@ -137,11 +137,9 @@ def almost_linear_attention(
     """
     if attn_mask is not None or dropout_p != 0.0 or is_causal:
         raise ValueError("attn_mask, dropout_p and is_causal are not possible here: every query attends to every key")
-    _check_inputs(q, k, v, scale)
-    if q.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"q, k, v must be float32 or float64, got {q.dtype}")
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"tolerance must be positive and finite, got {tolerance}")
+    require_inputs(scale, q=q, k=k, v=v)
+    require_precision("q", q)
+    require_tolerance(tolerance)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise ValueError("q, k, v must not require a gradient: call under torch.no_grad(), or see ditbook.gradient")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -154,19 +152,6 @@ def almost_linear_attention(
         certificates.append(certificate)
     output = output.reshape(*q.shape[:-1], v.shape[-1])
     return (output, worst_certificate(certificates)) if return_certificate else output
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
-        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
-            raise ValueError(f"{name} must have the dtype and device of q, got {tensor.dtype} on {tensor.device}")
-        # The sum is quick and decides nearly always: only a sum that overflows needs the second look.
-        if not tensor.detach().sum().isfinite() and not tensor.isfinite().all():
-            raise ValueError(f"{name} must be finite, got NaN or infinity")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
 
 
 def worst_certificate(certificates: list[Certificate]) -> Certificate:
@@ -501,7 +486,7 @@ def exp_factors(
 
     Source: Lemma G.3
     """
-    _check_inputs(q, k, k, scale)
+    require_inputs(scale, q=q, k=k)
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

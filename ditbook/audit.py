@@ -44,6 +44,7 @@ from ditbook.attention import (
     smallest_rank,
     worst_certificate,
 )
+from ditbook.inputs import require_tolerance
 
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 # Degrees are tried up to this one; more features than that many give are of no use at any length.
@@ -233,7 +234,7 @@ class AttentionAudit(AttentionHook):
 
     def __init__(self, tolerance: float = 1e-3):
         super().__init__()
-        self.tolerance = _check_tolerance(tolerance)
+        self.tolerance = require_tolerance(tolerance)
 
     def answer(self, call: Call) -> Tensor:
         output = call.run()
@@ -345,7 +346,7 @@ class AlmostLinear(AttentionHook):
 
     def __init__(self, tolerance: float):
         super().__init__()
-        self.tolerance = _check_tolerance(tolerance)
+        self.tolerance = require_tolerance(tolerance)
 
     def answer(self, call: Call) -> Tensor:
         reason, gain = reason_for_exact(call, self.tolerance), 0.0
@@ -421,9 +422,3 @@ def norm_bounds(q: Tensor, k: Tensor) -> Tensor:
     """Product of the longest query and the longest key of each head, (heads,), both moved to mean zero."""
     lengths = [(t - t.mean(-2, keepdim=True)).norm(dim=-1).amax(-1) for t in (q, k)]
     return lengths[0] * lengths[1]
-
-
-def _check_tolerance(tolerance: float) -> float:
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"tolerance must be positive and finite, got {tolerance}")
-    return tolerance

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from ditbook.shapes import typed
+from ditbook.inputs import typed
 
 Number = int | float
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ditbook.shapes import typed
+from ditbook.inputs import require_dtype, typed
 
 Time = int | float | Shaped[Tensor, "..."]
 Score = Callable[[Tensor, Time], Tensor]
@@ -193,11 +193,6 @@ def as_time(t: Time, x: Tensor, positive: bool = False) -> Tensor:
 def require_time(t: Tensor, condition: str, holds: Tensor) -> None:
     if not holds.all():
         raise ValueError(f"t must satisfy {condition}, got {t[~holds].flatten()[0].item():.6g}")
-
-
-def require_dtype(name: str, value: Tensor, expected: torch.dtype, like: str) -> None:
-    if value.dtype != expected:
-        raise ValueError(f"{name} must have dtype {expected} like {like}, got {value.dtype}")
 
 
 def _evaluate(score: Score, x: Tensor, t: Time) -> Tensor:

@@ -15,7 +15,8 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ditbook.diffusion import ForwardProcess, Score, Time, as_time
-from ditbook.shapes import typed
+from ditbook.inputs import typed
+from ditbook.subspace import orthonormalise
 from ditbook.transformer import ScoreNetwork, assemble
 
 BASIS = "parametrizations.W_B.original"
@@ -80,12 +81,6 @@ def _stack(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError("networks must have one architecture, got tensors of different names or shapes")
     return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
-
-
-def orthonormalise(W: Float[Tensor, "*members D d0"]) -> Float[Tensor, "*members D d0"]:
-    """Orthonormal basis of the span of the columns: the Q factor with a positive diagonal of R."""
-    Q, R = torch.linalg.qr(W)
-    return Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
 
 @typed

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.autograd.function import once_differentiable
 
 from ditbook.attention import Factors, almost_linear_attention, exp_factors, residual_bound, softmax_attention
-from ditbook.shapes import typed
+from ditbook.inputs import require_inputs, require_precision, require_tolerance, typed
 
 # Exact attention weights are formed for so many queries at a time that they have at most this many entries.
 BLOCK_ENTRIES = 2**18
@@ -50,6 +50,7 @@ def dit_loss(
     :raises ValueError: no tokens, mixed dtypes, an entry or a scale that is not finite.
     """
     require_inputs(scale, W=W, A1=A1, A2=A2, A3=A3, W_OV=W_OV, Y=Y)
+    require_precision("W", W)
     output = softmax_attention(A1 @ W, A2, values(A3, W_OV), scale=scale)
     return residual(output, Y).square().sum() / 2
 
@@ -72,6 +73,7 @@ def dit_gradient(
     :raises ValueError: no tokens, mixed dtypes, an entry or a scale that is not finite.
     """
     require_inputs(scale, W=W, A1=A1, A2=A2, A3=A3, W_OV=W_OV, Y=Y)
+    require_precision("W", W)
     layer = Layer(scale * A1 @ W, A2, values(A3, W_OV), Y)
     return scale * A1.mT @ exact_rows(layer)
 
@@ -317,7 +319,10 @@ def almost_linear_gradient(
     """
     inputs = {"W": W, "A1": A1, "A2": A2, "A3": A3, "W_OV": W_OV, "Y": Y}
     require_inputs(scale, **inputs)
-    require_tolerance(tolerance, W.dtype)
+    require_precision("W", W)
+    rounding = torch.finfo(W.dtype).eps
+    if require_tolerance(tolerance) < rounding:
+        raise ValueError(f"tolerance must be at least {rounding:.1e}, the rounding of {W.dtype}, got {tolerance}")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     if tolerance < FLOAT32_TOLERANCE:
         inputs = {name: value.double() for name, value in inputs.items()}
@@ -584,32 +589,3 @@ def gradients_at_keys(f: Factors, keys: Tensor, q, v, c, scale, D, r) -> tuple[T
         dk += scale * (weights * (c[block] @ v[keys].mT - r[block])).mT @ q[block]
         dv += weights.mT @ c[block]
     return dk, dv
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Checked input
-
-
-def require_inputs(scale: float, **inputs: Tensor) -> None:
-    """Refuse what would give a silent wrong answer: no tokens, NaN or infinity, mixed dtypes or devices."""
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    W = inputs["W"]
-    if W.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"W must be float32 or float64, got {W.dtype}")
-    for name, value in inputs.items():
-        if value.numel() == 0:
-            raise ValueError(f"{name} must not be empty, got shape {tuple(value.shape)}")
-        if (value.dtype, value.device) != (W.dtype, W.device):
-            raise ValueError(f"{name} must be {W.dtype} on {W.device} like W, got {value.dtype} on {value.device}")
-        if not value.isfinite().all():
-            raise ValueError(f"{name} must be finite, got NaN or infinity")
-
-
-def require_tolerance(tolerance: float, dtype: torch.dtype) -> None:
-    """Positive, and no finer than the result can be written down."""
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"tolerance must be positive and finite, got {tolerance}")
-    rounding = torch.finfo(dtype).eps
-    if tolerance < rounding:
-        raise ValueError(f"tolerance must be at least {rounding:.1e}, the rounding of {dtype}, got {tolerance}")

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ditbook.attention import softmax_attention
-from ditbook.shapes import typed
+from ditbook.inputs import typed
 
 # Each side of the orthogonal-vectors instance has 2^(n/2) rows; past these sizes it is refused, not tried.
 MAX_ROWS_LOG2 = 20

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditbook.diffusion import ForwardProcess, Time, as_time, require_dtype
-from ditbook.shapes import typed
+from ditbook.diffusion import ForwardProcess, Time, as_time
+from ditbook.inputs import require_dtype, typed
 
 PROCESS = ForwardProcess()
 
@@ -28,10 +28,8 @@ def random_subspace(D: int, d0: int, *, generator: torch.Generator) -> Float[Ten
     """
     if not 1 <= d0 <= D:
         raise ValueError(f"d0 must satisfy 1 <= d0 <= D, got d0 = {d0}, D = {D}")
-    gaussian = torch.randn(D, d0, generator=generator, device=generator.device)
-    basis, triangle = torch.linalg.qr(gaussian)
-    # Without the signs the distribution would depend on the convention of the QR routine.
-    return basis * triangle.diagonal().sign()
+    # The signs of orthonormalise make the distribution independent of the conventions of the QR routine.
+    return orthonormalise(torch.randn(D, d0, generator=generator, device=generator.device))
 
 
 @typed
@@ -242,6 +240,15 @@ class SubspaceLaw:
             raise ValueError(f"x must have D = {self.basis.shape[0]} columns, got shape {tuple(x.shape)}")
         h = x @ self.basis
         return h, x - h @ self.basis.mT, PROCESS.sigma(as_time(t, x, positive=True))
+
+
+def orthonormalise(W: Float[Tensor, "*batch D d0"]) -> Float[Tensor, "*batch D d0"]:
+    """Orthonormal basis of the span of the columns: the Q factor with a positive diagonal of R.
+
+    Columns that are orthonormal already come back as they are.
+    """
+    Q, R = torch.linalg.qr(W)
+    return Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
 
 def require_orthonormal(name: str, basis: Tensor) -> None:

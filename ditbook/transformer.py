@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from ditbook.covering import NormProfile
-from ditbook.diffusion import ForwardProcess, Time, as_time, require_dtype, require_time
-from ditbook.shapes import typed
-from ditbook.subspace import require_orthonormal
+from ditbook.diffusion import ForwardProcess, Time, as_time, require_time
+from ditbook.inputs import require_dtype, typed
+from ditbook.subspace import orthonormalise, require_orthonormal
 
 # New residual branches and positional encodings are small, so that a new network is close to the identity.
 RESIDUAL_GAIN = 0.1
@@ -349,9 +349,8 @@ class Orthonormal(nn.Module):
     """Parametrisation by the Q factor: whatever the optimiser does, the columns stay orthonormal."""
 
     def forward(self, W: Float[Tensor, "D d0"]) -> Float[Tensor, "D d0"]:
-        """The Q factor with the signs that send orthonormal columns to themselves."""
-        Q, R = torch.linalg.qr(W)
-        return Q * R.diagonal().sign()
+        """An orthonormal basis of the span of W."""
+        return orthonormalise(W)
 
     def right_inverse(self, W: Float[Tensor, "D d0"]) -> Float[Tensor, "D d0"]:
         """Orthonormal columns are their own Q factor."""

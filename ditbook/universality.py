@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditbook.shapes import typed
+from ditbook.inputs import typed
 from ditbook.transformer import Transformer
 
 MAX_BYTES = 2**31  # what the tables of one network may take
