@@ -79,7 +79,7 @@ def test_a_changed_source_file_invalidates_the_memo(tmp_path, monkeypatch):
     """The package is copied, so that a file of it can be edited between two runs in fresh processes."""
     package = tmp_path / "ditbook"
     package.mkdir()
-    for file in ("__init__.py", "sweep.py", "shapes.py"):
+    for file in ("__init__.py", "sweep.py", "inputs.py"):
         (package / file).write_text((ROOT / "ditbook" / file).read_text())
     (package / "answer.py").write_text("VALUE = 41\n")
     script = tmp_path / "script.py"
