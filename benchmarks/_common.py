@@ -1,4 +1,4 @@
-"""What the benchmarks share: committed rows of ``results.csv``, slopes with intervals, verdicts, memory."""
+"""What the benchmarks share: committed rows of ``results.csv``, verdicts, memory."""
 
 import csv
 import os
@@ -9,9 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from scipy.stats import linregress, t
 
 THREADS = 2
 RESULTS = Path(__file__).with_name("results.csv")
@@ -68,13 +66,6 @@ def last_commit(sources: Sequence[str]) -> str:
     command = ["git", "log", "-1", "--format=%h", "--", *sources]
     found = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
     return found.stdout.strip() or "unknown"
-
-
-def exponent(lengths: Sequence[int], times: Sequence[float]) -> tuple[float, float, float]:
-    """Slope of log time in log L with its 95% interval."""
-    fit = linregress(np.log(lengths), np.log(times))
-    half = t.ppf(0.975, len(lengths) - 2) * fit.stderr
-    return fit.slope, fit.slope - half, fit.slope + half
 
 
 def verdict(what: str, value: float, bar: float, at_least: bool) -> None:

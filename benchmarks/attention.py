@@ -13,12 +13,13 @@ import time
 from functools import cache
 
 import torch
-from _common import THREADS, Record, exponent, extra_memory, resident, verdict
+from _common import THREADS, Record, extra_memory, resident, verdict
 from performer_pytorch import FastAttention
 from torch.nn.functional import scaled_dot_product_attention
 
 from ditbook import attention
 from ditbook.attention import EXTREMES, TESTS, almost_linear_attention, exp_factors, key_moments, smallest_rank
+from ditbook.fits import fit_power
 
 TOLERANCE = 1e-3
 LENGTHS, SIZES, NORMS = [2**e for e in range(12, 20)], (4, 8, 16), (0.5, 0.7, 1.0, 2.0)
@@ -229,12 +230,14 @@ def report(record: Record, lengths) -> None:
     if len(fitted) > 2:
         for d, B in itertools.product(SIZES, NORMS):
             if all(record.get("almost-linear", L, d, B, "fast") == 1 for L in fitted):
-                slope, low, high = exponent(fitted, [record.get("almost-linear", L, d, B, "seconds") for L in fitted])
+                slope, (low, high) = fit_power(
+                    fitted, [record.get("almost-linear", L, d, B, "seconds") for L in fitted]
+                )
                 what = f"exponent in L, d = {d}, B = {B} (95% interval {low:.2f} to {high:.2f})"
                 verdict(what, slope, 1.1, at_least=False) if (d, B) == (8, 0.7) else print(
                     f"       {what}: {slope:.3g}"
                 )
-        slope, low, high = exponent(fitted, [record.get("exact", L, 8, 0.7, "seconds") for L in fitted])
+        slope, (low, high) = fit_power(fitted, [record.get("exact", L, 8, 0.7, "seconds") for L in fitted])
         print(f"       exponent in L of exact attention: {slope:.3g} ({low:.2f} to {high:.2f})")
     memory = record.get("almost-linear", lengths[-1], 8, 0.7, "extra_memory")
     if memory is not None:

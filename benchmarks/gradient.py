@@ -13,11 +13,12 @@ import time
 from functools import cache
 
 import torch
-from _common import THREADS, Record, exponent, extra_memory, resident, verdict
+from _common import THREADS, Record, extra_memory, resident, verdict
 from torch.nn.functional import scaled_dot_product_attention
 
 from ditbook import attention, gradient
 from ditbook.attention import softmax_attention
+from ditbook.fits import fit_power
 from ditbook.gradient import almost_linear_gradient, dit_gradient
 
 WIDTH, NORM, TOLERANCE = 8, 0.7, 1e-2
@@ -144,7 +145,7 @@ def main() -> None:
     fitted = [L for L in lengths if L >= 2**13]  # shorter ones are computed exactly
     for target in TARGETS:
         if len(fitted) > 2:
-            slope, low, high = exponent(fitted, [own[target, L] for L in fitted])
+            slope, (low, high) = fit_power(fitted, [own[target, L] for L in fitted])
             what = f"time exponent, {target} target (95% interval {low:.2f} to {high:.2f})"
             verdict(what, slope, 1.15, at_least=False)
     verdict(f"extra memory in GiB at L = {lengths[-1]}", memory, 1, False)

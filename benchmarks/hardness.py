@@ -10,9 +10,10 @@ import sys
 import time
 
 import torch
-from _common import exponent, resident, verdict
+from _common import resident, verdict
 from pysat.solvers import Cadical153
 
+from ditbook.fits import fit_power
 from ditbook.hardness import orthogonal_vectors, random_formula, satisfiable
 
 RATIO = 4.27  # clauses a variable at which half of the random formulas are satisfiable
@@ -60,7 +61,7 @@ def main(largest: int = 30) -> None:
         )
     if len(works) > 2:
         print(
-            f"exponent of attention's processor time in L: {exponent([*works], [*works.values()])[0]:.2f} (2 expected)"
+            f"exponent of attention's processor time in L: {fit_power([*works], [*works.values()])[0]:.2f} (2 expected)"
         )
     if n == 30:
         verdict("seconds at n = 30", attention, SECONDS, at_least=False)

@@ -61,10 +61,7 @@ def test_a_measurement_of_other_sources_is_dropped_and_other_benchmarks_stay(tmp
     assert [row["value"] for row in csv.DictReader(_common.RESULTS.open())] == ["2.5", "3.5"]
 
 
-def test_a_slope_has_its_interval(capsys):
-    slope, low, high = _common.exponent([1, 2, 4, 8], [3.0, 6.0, 12.0, 24.5])
-    assert low < 1 < high
-    assert high - low < 0.1
-    _common.verdict("slope", slope, 1.1, at_least=False)
-    _common.verdict("slope", slope, 1.1, at_least=True)
+def test_a_verdict_begins_with_its_outcome(capsys):
+    _common.verdict("slope", 1.0, 1.1, at_least=False)
+    _common.verdict("slope", 1.0, 1.1, at_least=True)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["met", "MISSED"]

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 import yaml
 from execute import chapters
-from ledger import read_registry
+from ledger import read_registry, records_of
 
 ROOT = Path(__file__).parents[1]
 NAMES = chapters()
@@ -133,6 +133,30 @@ def test_a_typed_decimal_in_a_result_sentence_is_found():
 def test_sentences_on_the_first_page_hold_no_typed_number():
     cards = yaml.safe_load((ROOT / "book" / "headlines.yml").read_text())
     assert [card["id"] for card in cards if re.search(r"\d", card["sentence"])] == []
+
+
+FITTED = re.compile(r"(^|: )(fitted )?(exponent|slope|order|rate) (of|in|at)\b")
+EXECUTED = ROOT / "_build" / "executed" / "quick"
+
+
+def without_interval(records: list[dict]) -> list[str]:
+    """Fitted exponents that do not say how sure they are (those counted without a fit say so)."""
+    fitted = [record for record in records if FITTED.search(record["what"]) and "no fit" not in record["what"]]
+    return [record["what"] for record in fitted if record["interval"] is None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fitted_exponents_carry_an_interval(name):
+    if not (EXECUTED / f"{name}.ipynb").exists():
+        pytest.skip("not executed; run make book first")
+    notebook = nbformat.read(EXECUTED / f"{name}.ipynb", as_version=4)
+    assert without_interval([record for _, record in records_of(notebook)]) == []
+
+
+def test_a_bare_exponent_is_found():
+    bare, exact = "(1, 2): exponent of depth in ε", "exponent in L (counted, no fit)"
+    records = [{"what": bare, "interval": None}, {"what": exact, "interval": None}, {"what": bare, "interval": [1, 2]}]
+    assert without_interval(records) == [bare]
 
 
 def test_labels_and_figure_names_are_unique_in_the_book():
