@@ -469,7 +469,7 @@ def output_bound(network: Transformer, C_X: float) -> float:
 
     Attention averages tokens, so a token of norm R leaves it with norm at most R (1 + sum_i norm(W_OV^i)_2);
     the feed-forward layer is a Lipschitz map whose value at 0 is known. Definition 3.2 asks for a bound over all
-    X; a network with skip connections has none.
+    X; a network with skip connections has one only if its layers cancel the skip.
 
     :raises ValueError: C_X negative or not finite.
 
