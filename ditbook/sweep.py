@@ -8,6 +8,7 @@ stopped.
 import hashlib
 import inspect
 import os
+import pickle
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,12 +141,10 @@ def _path(folder: Path, key: str) -> Path:
 
 def _recall(folder: Path, key: str | None) -> Iterator[Any]:
     """The remembered result, if there is a sound one."""
-    import joblib
-
     if key is None or not _path(folder, key).exists():
         return
     try:
-        value = joblib.load(_path(folder, key))
+        value = _unpack(_path(folder, key).read_bytes())
     except Exception as problem:
         warnings.warn(f"memo entry {_path(folder, key)} is damaged ({problem}); the run is repeated", stacklevel=3)
         return
@@ -154,13 +153,23 @@ def _recall(folder: Path, key: str | None) -> Iterator[Any]:
 
 def _remember(folder: Path, key: str | None, value: Any) -> None:
     """Write the result so that it is there whole or not at all."""
-    import joblib
-
     if key is None:
         return
     path = _path(folder, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    # Compressed with a checksum, so that a damaged entry is noticed when it is read.
-    joblib.dump(value, partial, compress=("gzip", 1))
+    partial.write_bytes(_pack(value))
     partial.replace(path)
+
+
+def _pack(value: Any) -> bytes:
+    pickled = pickle.dumps(value)
+    return hashlib.sha256(pickled).digest() + pickled
+
+
+def _unpack(content: bytes) -> Any:
+    # The checksum comes first: what damaged bytes unpickle to may be wrong, or larger than the memory.
+    checksum, pickled = content[:32], content[32:]
+    if hashlib.sha256(pickled).digest() != checksum:
+        raise ValueError("its checksum does not fit")
+    return pickle.loads(pickled)

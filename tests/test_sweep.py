@@ -176,6 +176,17 @@ def test_a_damaged_entry_is_recomputed_and_said_so(tmp_path, damage):
     assert runs(marks) == 2
 
 
+def test_damaged_bytes_are_never_unpickled(monkeypatch):
+    """A changed byte may announce an object of many gigabytes."""
+    content = module._pack({"x": [1.0, 2.0]})
+    assert module._unpack(content) == {"x": [1.0, 2.0]}
+    monkeypatch.setattr(module.pickle, "loads", lambda _: pytest.fail("damaged bytes were unpickled"))
+    for position in range(len(content)):
+        damaged = content[:position] + bytes([content[position] ^ 0xFF]) + content[position + 1 :]
+        with pytest.raises(ValueError, match="checksum"):
+            module._unpack(damaged)
+
+
 @pytest.mark.parametrize(("grid", "seeds", "name"), [({"width": []}, [0], "width"), ({"width": [1]}, [], "seed")])
 def test_an_empty_axis_is_named(grid, seeds, name):
     with pytest.raises(ValueError, match=f"{name} must have at least one value"):
