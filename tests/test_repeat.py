@@ -14,6 +14,8 @@ import pytest
 from execute import Job, chapters, execute
 from ledger import records_of
 
+from ditbook.claims import RECORD_KEY
+
 ROOT = Path(__file__).parents[1]
 WHOLE = os.environ.get("DITBOOK_REPEAT", "")
 SCALE = WHOLE or "quick"
@@ -66,3 +68,22 @@ def test_a_second_run_gives_the_same_numbers_and_pictures(tmp_path):
         if second != first:
             differ.append(job.name)
     assert differ == []
+
+
+def executed(value: float, svg: str, measured_time: bool = False):
+    """A notebook with one claim record and one figure."""
+    figure = {"name": "f", "measured_time": measured_time}
+    outputs = [
+        nbformat.v4.new_output("display_data", metadata={RECORD_KEY: {"id": "a", "value": value}}),
+        nbformat.v4.new_output(
+            "display_data", {"text/html": f'svg+xml;base64,{svg}"'}, metadata={"ditbook_figure": figure}
+        ),
+    ]
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=outputs)])
+
+
+def test_another_number_or_picture_is_seen_and_measured_time_is_exempt():
+    assert results(executed(1.0, "AAAA")) == results(executed(1.0, "AAAA"))
+    assert results(executed(1.0, "AAAA")) != results(executed(1.0 + 1e-15, "AAAA"))
+    assert results(executed(1.0, "AAAA")) != results(executed(1.0, "AAAB"))
+    assert results(executed(1.0, "AAAA", True)) == results(executed(1.0, "AAAB", True))
