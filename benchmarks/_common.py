@@ -50,12 +50,12 @@ class Record:
             writer.writerows(self.rows)
 
 
-def machine() -> str:
-    """The processor's model, its cores, the threads in use; no name of the host."""
+def machine(threads: int = THREADS) -> str:
+    """The processor's model, its cores, the threads in use by one process; no name of the host."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return f"{next(models, platform.machine())}, {os.cpu_count()} cores, {THREADS} threads"
+    return f"{next(models, platform.machine())}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def versions() -> str:

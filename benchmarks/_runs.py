@@ -17,6 +17,7 @@ from _common import THREADS, last_commit, machine, versions
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "book" / "_static" / "runs.csv"
+PROCESS_THREADS = {"bench": THREADS, "full": 1}
 COLUMNS = ["kind", "name", "seconds", "peak_mib", "note", "machine", "versions", "commit"]
 UNIT = 2**20 if sys.platform == "darwin" else 2**10  # of a peak resident size, per MiB
 
@@ -47,14 +48,15 @@ def chapters() -> Iterable[list]:
         raise SystemExit("no full-scale run below _build; run make full first")
     for path in found:
         run = nbformat.read(path, as_version=4).metadata["ditbook"]
-        yield [path.stem, round(run["seconds"]), run["peak_mib"], "one thread, two chapters at a time"]
+        yield [path.stem, round(run["seconds"]), run["peak_mib"], "two chapters at a time"]
 
 
 def record(kind: str, found: Iterable[list]) -> None:
     """Write each row as soon as it is known, in the place of an earlier one of the same kind and name."""
     kept = list(csv.DictReader(RUNS.open())) if RUNS.exists() else []
     rows = {(row["kind"], row["name"]): row for row in kept}
-    origin = [machine(), versions(), last_commit([":/ditbook", ":/notebooks", ":/benchmarks/*.py"])]
+    commit = last_commit([":/ditbook", ":/notebooks", ":/benchmarks/*.py"])
+    origin = [machine(PROCESS_THREADS[kind]), versions(), commit]
     for name, *values in found:
         rows[kind, name] = dict(zip(COLUMNS, [kind, name, *values, *origin], strict=True))
         with RUNS.open("w", newline="") as file:
@@ -65,6 +67,6 @@ def record(kind: str, found: Iterable[list]) -> None:
 
 if __name__ == "__main__":
     kind = sys.argv[1] if len(sys.argv) > 1 else ""
-    if kind not in ("bench", "full"):
+    if kind not in PROCESS_THREADS:
         raise SystemExit(f"expected bench or full, got {kind!r}")
     record(kind, benchmarks() if kind == "bench" else chapters())

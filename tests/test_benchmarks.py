@@ -13,7 +13,7 @@ def scripts(tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(_runs, "ROOT", tmp_path)
     monkeypatch.setattr(_runs, "RUNS", tmp_path / "runs.csv")
-    _runs.record("full", [["one", 12, 300, "one thread"]])
+    _runs.record("full", [["one", 12, 300, "a note"]])
     return tmp_path / "benchmarks"
 
 
@@ -25,9 +25,11 @@ def test_bars_are_counted_and_rows_of_the_other_kind_stay(scripts):
     (scripts / "a.py").write_text("print('met    x: 1')\nprint('MISSED y: 2')\nprint('methods: 3')")
     (scripts / "_common.py").write_text("raise SystemExit('no benchmark')")
     _runs.record("bench", _runs.benchmarks())
-    assert rows() == [["bench", "a", "1 of 2 bars met"], ["full", "one", "one thread"]]
-    (row, _) = csv.DictReader(_runs.RUNS.open())
-    assert 5 < int(row["peak_mib"]) < 1000
+    assert rows() == [["bench", "a", "1 of 2 bars met"], ["full", "one", "a note"]]
+    bench, full = csv.DictReader(_runs.RUNS.open())
+    assert 5 < int(bench["peak_mib"]) < 1000
+    assert bench["machine"].endswith("2 threads")
+    assert full["machine"].endswith("1 thread")
 
 
 def test_a_failing_benchmark_is_named_and_costs_no_row(scripts):
@@ -40,7 +42,7 @@ def test_a_failing_benchmark_is_named_and_costs_no_row(scripts):
     assert rows() == [
         ["bench", "a", "1 of 1 bars met"],
         ["bench", "b", "0 of 1 bars met"],
-        ["full", "one", "one thread"],
+        ["full", "one", "a note"],
     ]
 
 
