@@ -101,6 +101,24 @@ def test_parameters_come_first_and_cells_are_short(name):
     assert long == []
 
 
+def unfolded_drawings(code: list) -> list[str]:
+    """First lines of the cells that draw a figure and show their code at once."""
+    drawing = [cell for cell in code if FIGURE.search(cell.source)]
+    return [cell.source.splitlines()[0] for cell in drawing if "hide-input" not in cell.metadata.get("tags", [])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_code_that_only_draws_is_folded(name):
+    assert unfolded_drawings(cells(name, "code")) == []
+
+
+def test_a_drawing_that_is_not_folded_is_found():
+    code = cells(NAMES[0], "code")
+    for cell in code:
+        cell.metadata.pop("tags", None)
+    assert unfolded_drawings(code) != []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_markdown_has_no_backtick_directives(name):
     assert re.findall(r"^```+\{(?!code-cell)\w+", source(name), flags=re.MULTILINE) == []
